@@ -129,9 +129,10 @@ class DeployedController:
                 lost_runs, progress = 1 if self._parts > progress else lost_runs + 1, self._parts
                 if lost_runs > max_lost:
                     raise WorkerLost(
-                        f"{lost}; no further attempt after attempt {lost_runs}. Start the run again to continue"
+                        f"{lost}. The controller was lost {lost_runs} times in a row, more than pools.max_restarts "
+                        "allows. Start the run again to continue"
                     ) from lost
-                logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, max_lost + 1)
+                logger.warning("%s. The controller was lost at attempt %d of %d.", lost, lost_runs, max_lost + 1)
 
     async def _follow(self) -> None:
         """Start one flow run of the controller, send it all open and new requests, and return when it has ended with
@@ -229,10 +230,10 @@ class DeployedController:
         if outbox.num_unread and not outbox.has_begun and silent_seconds > start_seconds:
             raise WorkerFailed(
                 f"{label} was not started within {start_seconds:g} s (controllers.silence_seconds). Check that a "
-                "Prefect worker serves its work pool."
+                "Prefect worker is running for its work pool."
             )
         if outbox.num_unread and outbox.has_begun and silent_seconds > MAX_SILENT_SECONDS:
-            raise WorkerLost(f"{label} has read no message for {silent_seconds:.0f} s")
+            raise WorkerLost(f"{label} has not read its messages for {silent_seconds:.0f} s, so it has probably ended")
         if self._is_over and not (outbox.num_unread or self._open_requests) and silent_seconds > END_SECONDS:
             raise WorkerLost(f"{label} has not ended within {END_SECONDS:g} s. Cancel its flow run in Prefect's UI")
 

@@ -159,8 +159,8 @@ async def run_controller(
     """
     if batch is None and run.epoch is None and not is_open(run):
         raise BadInput(
-            "Parameter `batch` is missing. Set it to a batch such as it-0003: only the process that trains the run may "
-            "start a controller without a batch."
+            "The parameter `batch` is missing. Only the process that trains the run may start a controller without "
+            "it. To start a controller yourself, set it to the name of a batch such as it-0003."
         )
     try:
         async with join_run(run) as open_run:
@@ -229,16 +229,16 @@ async def _load_secrets() -> None:
             block = cast(Secret[str], await Secret.aload(name))
         except ValueError:
             raise BadInput(
-                f"{SECRETS_VARIABLE} names {name!r}, but Prefect has no Secret block with this name. Create it, "
-                "or change the variable."
+                f"The environment variable {SECRETS_VARIABLE} names {name!r}, but Prefect has no Secret block with "
+                "this name. Create the block, or change the variable."
             ) from None
         value: JsonValue = block.value.get_secret_value()  # a block created in the UI contains text
         try:
             values = _VALUES.validate_json(value) if isinstance(value, str) else _VALUES.validate_python(value)
         except ValidationError:
             raise BadInput(
-                f"{SECRETS_VARIABLE}: the Secret block {name!r} must be a JSON object of environment variables and "
-                "their values."
+                f"The Secret block {name!r}, which {SECRETS_VARIABLE} names, must contain a JSON object of "
+                "environment variables and their values. Change the block."
             ) from None
         for variable, text in values.items():
             os.environ.setdefault(variable, text)

@@ -372,7 +372,7 @@ def read_number_variable(variable: str, default: float) -> float:
     not set. Raises BadInput for any other value."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
-        raise BadInput(f"the environment variable {variable} is {text!r}, but it must be a whole number")
+        raise BadInput(f"the environment variable {variable} must be a whole number, but is {text!r}. Change it")
     return int(text)
 
 

@@ -90,10 +90,15 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
         return {"messages": [_message(value, role)], "done": False, "reward": None}
     parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
     if not isinstance(parts, Mapping) or not {"messages", "done", "reward"} & set(parts):
-        raise NoStep(f"expected a text, None, or messages, done and reward, found {plain_values.describe_type(value)}")
+        raise NoStep(
+            "the environment must return a text, None, or an object with messages, done or reward, but it returned "
+            f"{plain_values.describe_type(value)}"
+        )
     content = parts.get("messages") or ()
     if not isinstance(content, (str, Mapping, list, tuple)):
-        raise NoStep(f"expected a text or a list as messages, found {plain_values.describe_value(content)}")
+        raise NoStep(
+            f"`messages` must be a text or a list, but the environment returned {plain_values.describe_value(content)}"
+        )
     messages = [content] if isinstance(content, (str, Mapping)) else list(content)
     return {
         "messages": [_message(each, role) for each in messages],
@@ -105,11 +110,17 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
 def _message(value: object, role: str) -> dict[str, str]:
     message = {"role": role, "content": value} if isinstance(value, str) else value
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-        raise NoStep(f"expected a message with a text as content, found {plain_values.describe_value(value)}")
+        raise NoStep(
+            "each message must have a text as its content, but the environment returned "
+            f"{plain_values.describe_value(value)}"
+        )
     repair_text = plain_values.repair_text
     observation = {"role": str(message.get("role", role)), "content": repair_text(message["content"])}
     if observation["role"] not in ROLES:
-        raise NoStep(f"expected a message of role {', '.join(ROLES)}, found {observation['role']!r}")
+        raise NoStep(
+            f"each message must have one of the roles {', '.join(ROLES)}, but the environment returned "
+            f"{observation['role']!r}"
+        )
     return {**observation, "name": repair_text(str(message["name"]))} if message.get("name") else observation
 
 
@@ -121,7 +132,7 @@ def _reward(value: object) -> float | None:
     except plain_values.InvalidValue:
         is_plain = isinstance(value, (str, bool, int, float))
         description = f"{value!r:.40}" if is_plain else plain_values.describe_type(value)
-        raise NoStep(f"expected a finite number as reward, found {description}") from None
+        raise NoStep(f"the reward must be a finite number, but the environment returned {description}") from None
     return number
 
 
@@ -134,7 +145,10 @@ def shorten_step(step: Mapping[str, Any]) -> dict[str, Any]:
     num_kept = KEPT_CHARACTERS // len(messages)
     shorter = [{**each, "content": _drop_middle(each["content"], num_kept)} for each in messages]
     if sum(map(_size_of, shorter)) > MAX_STEP_BYTES:
-        raise NoStep(f"expected messages of at most {MAX_STEP_BYTES} bytes together, found {len(messages)} messages")
+        raise NoStep(
+            f"the messages of one turn may have at most {MAX_STEP_BYTES} bytes together, which {len(messages)} "
+            "messages exceed"
+        )
     return {**step, "messages": shorter}
 
 
@@ -198,7 +212,7 @@ def _refuse_result(value: object) -> object:
     """Raise NoStep because the result of a tool contains an object that cannot be encoded as JSON. Used as the
     `default` function of `json.dumps`."""
     kind = plain_values.describe_type(value)
-    raise NoStep(f"expected a text or a JSON value as the result of the tool, found {kind}")
+    raise NoStep(f"a tool must return a text or a JSON value, but it returned {kind}")
 
 
 def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[dict[str, Any]]:
@@ -220,7 +234,10 @@ def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[d
                 schemas += _schemas_from_type_hints(tool, library)
                 continue
             name = getattr(tool, "__name__", tool)
-            raise ValueError(f"no schema can be derived for the tool {name!r}: {error}") from error
+            raise ValueError(
+                f"no JSON schema can be derived for the tool {name!r} from its signature: {error}. Annotate its "
+                "parameters"
+            ) from error
     return schemas
 
 

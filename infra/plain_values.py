@@ -37,7 +37,7 @@ def to_number(value: object) -> float:
     try:
         number = float(plain)
     except OverflowError:
-        raise InvalidValue("expected a finite float, found a number above the largest float") from None
+        raise InvalidValue("expected a finite float, found a number that is too large for a float") from None
     except ValueError:  # a signaling NaN
         raise InvalidValue(f"expected a finite float, found {plain!r:.40}") from None
     except TypeError:  # numpy registers some types as real numbers that have no value as a float

@@ -73,8 +73,8 @@ def check_function(target: str, *parameters: str, where: str, named: Iterable[st
     function = find_target(target, where=where)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise BadInput(
-            f"{where}: expected a function (not async) that can be called with ({', '.join((*parameters, *named))}), "
-            f"found {function!r}"
+            f"{where} must be a function (not async) that can be called with the arguments "
+            f"({', '.join((*parameters, *named))}), found {function!r}"
         )
     try:
         runner.check_call(function, *parameters, where=where, named=dict.fromkeys(named))

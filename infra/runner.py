@@ -89,7 +89,8 @@ def check_call(
     except TypeError as error:
         wanted = ", ".join((*parameters, *(f"{name}=…" for name in options)))
         raise InvalidTarget(
-            f"{where} must accept the arguments ({wanted}), but its parameters are {signature}: {error}"
+            f"{where} is called with the arguments ({wanted}), but its parameters are {signature}: {error}. Change "
+            "the function or its options"
         ) from error
 
 
@@ -114,7 +115,9 @@ def _module(name: str, where: str) -> object:
             f"{nearest_name(error.name, _siblings(error.name))}"
         ) from error
     except (Exception, SystemExit) as error:  # any error of a user's module means that it cannot be used
-        raise InvalidTarget(f"{where}: the import failed with {type(error).__name__}: {error}") from error
+        raise InvalidTarget(
+            f"{where}: importing the module failed with {type(error).__name__}: {error}. Correct the module."
+        ) from error
 
 
 def _siblings(name: str) -> Iterable[str]:
@@ -159,7 +162,7 @@ def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException:
-        return "it cannot be told"
+        return "the error has no readable message"
 
 
 def _number(result: object) -> float:
@@ -216,7 +219,9 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
     found = import_target(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
         what = plain_values.describe_value(found)
-        raise InvalidTarget(f"{where}: expected a function that returns a float or a list of floats, found {what}")
+        raise InvalidTarget(
+            f"{where} must be a function (not async) that returns a float or a list of floats, found {what}"
+        )
     if function["made"]:
         function_made: Callable[..., object] = found(**options)
         return function_made, _extra_parameters(function_made)
@@ -294,7 +299,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
     found = import_target(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):
         raise InvalidTarget(
-            f"{where}: expected a class with a method step(turn), found {plain_values.describe_value(found)}"
+            f"{where} must be a class with a method step(turn), found {plain_values.describe_value(found)}"
         )
     check_call(found, where=where, named=options)
     offered: Any = getattr(found, "tools", ())

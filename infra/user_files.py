@@ -46,7 +46,7 @@ def read_text_file(path: Path, *, label: str) -> str:
     """
     try:
         if kind := describe_irregular(path):
-            raise BadInput(f"{label} is {kind}, but it must be a regular file")
+            raise BadInput(f"{label} is {kind}, but it must be a regular file. Set another path")
         if (size := path.stat().st_size) > MAX_MEBIBYTES * 2**20:
             raise BadInput(
                 f"{label} has {size / 2**20:,.0f} MiB, but at most {MAX_MEBIBYTES} MiB can be read. Use a smaller file"

@@ -38,7 +38,7 @@ class Variant(Settings):
     @property
     def known_as(self) -> str:
         """Old name of `label`, which users' variants may still use. Using it prints a deprecation warning."""
-        warnings.warn("known_as is deprecated and will be removed. Use label.", FutureWarning, stacklevel=2)
+        warnings.warn("known_as is deprecated and will be removed. Use label instead.", FutureWarning, stacklevel=2)
         return self.label
 
     def ships_with(self, package: str) -> bool:
@@ -66,10 +66,13 @@ class Target(Settings):
         where = f"target {self.target!r}"
         target_class = find_target(self.target, where=where)
         if not (isinstance(target_class, type) and issubclass(target_class, base)):
-            raise BadInput(f"{where} must be a subclass of {_import_string(base)}, found {target_class!r}")
+            raise BadInput(
+                f"{where} must be a subclass of {_import_string(base)}, but it is {target_class!r}. Derive the class "
+                "from it"
+            )
         for name in sorted(target_class.__class_vars__):
             if not hasattr(target_class, name):
-                raise BadInput(f"{where} must define the class variable {name!r}")
+                raise BadInput(f"{where}: the class must define the class variable {name!r}. Add it")
         try:
             return target_class.model_validate(options, context=context)
         except ValidationError as error:

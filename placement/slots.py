@@ -73,9 +73,9 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
     plans = list_splits(inputs)
     if not plans:
         raise BadInput(
-            f"{inputs.workers} worker slots are too few: side by side, rollout needs at least {inputs.rollout.slots} "
-            f"and scoring at least {inputs.scoring.least_slots}. Increase pools.workers, or set placement.kind = "
-            "'colocated'."
+            f"there are {inputs.workers} worker slots, but if rollout and scoring run at the same time, rollout needs "
+            f"at least {inputs.rollout.slots} and scoring at least {inputs.scoring.least_slots}. Increase "
+            "pools.workers, or set placement.kind = 'colocated'."
         )
     return min(plans, key=lambda plan: (abs(plan.rollout - rollout), -plan.rollout))
 
@@ -96,7 +96,8 @@ def assign_replicas(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapp
     if needed > scoring_slots:
         needs = f"{_describe_replicas(slots, fixed)} need {needed} worker slots"
         raise BadInput(
-            f"{needs}, but only {scoring_slots} are available. Increase pools.workers, or lower placement.replicas."
+            f"{needs}, but only {scoring_slots} are available for scoring. Increase pools.workers, or lower "
+            "placement.replicas."
         )
     replicas = {term: fixed.get(term, 0) for term in slots}
     free = scoring_slots - sum(slots[term] * count for term, count in replicas.items())
@@ -118,7 +119,10 @@ def count_min_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> in
 def _check_terms(slots: Mapping[str, int], fixed: Mapping[str, int]) -> None:
     for term in fixed:
         if term not in slots:
-            raise BadInput(f"placement.replicas: there is no served reward {term!r}{nearest_name(term, slots)}")
+            raise BadInput(
+                f"placement.replicas contains {term!r}, which is not a reward whose model runs in worker "
+                f"slots{nearest_name(term, slots)}"
+            )
 
 
 def _describe_replicas(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:

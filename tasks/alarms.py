@@ -46,7 +46,7 @@ def check_alarms(open_run: OpenRun) -> None:
     if ending is not None:
         text = f"after iteration {done} of {total}: {ending}"
         emit_of_run(name, "alarm.stopped", told=text)
-        raise AlarmStopped(f"Run {name!r} stopped {text}")
+        raise AlarmStopped(f"Run {name!r} was stopped by an alarm after iteration {done} of {total}: {ending}")
 
 
 def describe_triggered(open_run: OpenRun, iteration: Iteration) -> dict[str, str]:
@@ -65,7 +65,10 @@ def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
     for alarm, sentence in triggered_alarms(
         [each for each in open_run.settings.alarms if each.action == "stop"], iteration
     ):
-        yield f"alarm {alarm.label!r}: {sentence}. To continue, change its bound or remove the alarm."
+        yield (
+            f"alarm {alarm.label!r}: {sentence}. To continue, change the bound of the alarm or remove it, then run "
+            "the same command again."
+        )
     if not has_reverted(open_run.run, iteration.number):
         return
     revert_alarms = [
@@ -76,4 +79,7 @@ def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
     for alarm in open_run.settings.revert_alarms:
         name, times = alarm.label, revert_alarms.count(alarm.label)
         if name == revert_alarms[-1] and times > alarm.max_reverts:
-            yield f"alarm {name!r} reverted the run {times} times. To continue, set its `max_reverts` to {times}."
+            yield (
+                f"alarm {name!r} reverted the run to an earlier policy {times} times, more than its max_reverts "
+                f"allows. To continue, set max_reverts of the alarm to {times}, then run the same command again."
+            )

@@ -203,9 +203,9 @@ def _bundles_of(run: Run, version: int) -> list[BundleRef]:
         sealed = run.require(StageKey.of(iteration_key(version), "seal")).detail.get("policy")
         if sealed not in (None, policy_of(replacement).digest):
             raise Damaged(
-                f"run {run.name!r}: the seal of iteration {version} names policy {sealed}, but the newest manifest of "
-                f"this policy, {replacement.key!r}, has another one. A manifest is missing, so no policy is deleted. "
-                "Restore the missing manifest from a copy of the run."
+                f"run {run.name!r}: the end record of iteration {version} names policy {sealed}, but the newest "
+                f"manifest of this policy, {replacement.key!r}, has another one. A manifest must be missing, so no "
+                "policy is deleted. Restore the missing manifest from a copy of the run."
             )
     manifests = [run.require(StageKey.policy(version)), replacement]
     manifests += [] if first_critic is None else [first_critic]

@@ -39,7 +39,10 @@ def check_budget(open_run: OpenRun) -> None:
     if reached is not None and done < open_run.settings.iterations:
         name, text = open_run.run.name, f"{reached} after iteration {done} of {open_run.settings.iterations}"
         emit_of_run(name, "budget.spent", told=text)
-        raise BudgetSpent(f"Run {name!r}: {text}. Run the same command with a larger limit to continue.")
+        raise BudgetSpent(
+            f"Run {name!r} has reached a limit of its budget after iteration {done} of "
+            f"{open_run.settings.iterations}: {reached}. To continue, run the same command with a larger limit."
+        )
 
 
 async def record_costs(open_run: OpenRun, number: int) -> bool:

@@ -32,7 +32,10 @@ def propose_job(name: str, folder: str, *, inputs: Mapping[str, str | None]) -> 
     try:
         result = json.loads(answer)
     except ValueError:
-        raise WorkerFailed(f"The proposal failed with code {code}: {errors.decode()[-2000:]}") from None
+        raise WorkerFailed(
+            f"The process that analyzes the data and the model failed with exit code {code}. Its last output is: "
+            f"{errors.decode()[-2000:]}"
+        ) from None
     if result["error"]:
         raise BadInput(result["error"])
     return JobProposal.model_validate(result["proposal"])

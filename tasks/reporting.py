@@ -71,8 +71,8 @@ def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
     sealed = [number for number in iteration_numbers(run.folders()) if run.has(_seal_key(number))]
     if sealed != list(range(1, len(sealed) + 1)):
         raise Damaged(
-            f"run {run.name!r}: a seal is missing, because the sealed iterations are not 1 to {len(sealed)}. Restore "
-            "the manifests of the missing iteration from a copy of the run."
+            f"run {run.name!r}: the end record (seal) of an iteration is missing, because the numbers are not 1 to "
+            f"{len(sealed)}. Restore the manifests of this iteration from a copy of the run."
         )
     num_trained = len(sealed)
     while num_trained < total and run.has(StageKey.policy(num_trained + 1)):

@@ -114,7 +114,9 @@ def serve(
             write("\n".join(_usage_lines(server, config, variable=key_variable, shows_key=configured_key is None)))
             while server.is_alive():
                 time.sleep(POLL_SECONDS)
-            raise WorkerFailed(f"The server at {server.url} stopped: {server.find_cause() or server.log_tail(1)}")
+            raise WorkerFailed(
+                f"The vLLM server at {server.url} has ended: {server.find_cause() or server.log_tail(1)}"
+            )
         finally:
             server.stop()
 

@@ -58,7 +58,7 @@ def lineage(
     from tasks.lineage.versions import trace
 
     if (what is None) == (prompt is None):
-        raise BadInput("lineage needs either a policy, such as assistant@champion, or --prompt ID.")
+        raise BadInput("lineage needs either a policy, such as assistant@champion, or --prompt ID, but not both.")
     if what is None:
         assert prompt is not None
         _write_learners(store, prompt, as_json=as_json)

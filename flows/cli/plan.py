@@ -123,8 +123,8 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
     if config.policy.generates_images:
         raise BadInput(
-            f"--device {device} can only estimate language policies, but policy.kind {config.policy.label!r} "
-            "generates images."
+            f"--device {device} estimates the speed of language policies only, but policy.kind = "
+            f"{config.policy.label!r} generates pictures. Remove --device."
         )
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
     if not 1 <= tokens <= longest:
@@ -200,13 +200,15 @@ def list_data_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]
         yield rules
     if "chosen_pad_token" in facts:
         yield (
-            f"The policy's tokenizer names no pad token. Token {facts['chosen_pad_token']:.0f} pads, and the copies of "
-            "the policy name it. Set pad_token in tokenizer_config.json to use another one."
+            f"The policy's tokenizer names no padding token, so token {facts['chosen_pad_token']:.0f} is used for "
+            "padding, and stored copies of the policy name it. Set pad_token in tokenizer_config.json to use another "
+            "token."
         )
     if chunk := int(facts.get("slow_chunk_tokens", 0)):
         yield (
-            f"transformers computes state-space layers without kernels here, in chunks of {chunk} tokens. Rows are "
-            "padded to whole chunks, so an iteration may take minutes. Install mamba_ssm and causal_conv1d (GPUs only)."
+            f"On this machine, transformers computes state-space layers without fast kernels, in chunks of {chunk} "
+            "tokens. Rows are padded to whole chunks, so an iteration may take minutes. Install mamba_ssm and "
+            "causal_conv1d (GPUs only)."
         )
     if twins := int(facts.get("near_twins", 0)):
         yield (

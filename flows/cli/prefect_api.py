@@ -132,8 +132,8 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
         if configured:
             if port is not None:
                 raise BadInput(
-                    f"--port {port} cannot be used, because PREFECT_API_URL is {configured} and no local server is "
-                    "started. Remove --port, or unset PREFECT_API_URL."
+                    f"--port {port} selects the port of a local Prefect server, but PREFECT_API_URL is {configured}, "
+                    "so no local server is started. Remove --port, or unset PREFECT_API_URL."
                 )
             _check_reachable(configured)
             yield configured
@@ -192,7 +192,7 @@ def _check_reachable(url: str) -> None:
     if isinstance(error, httpx.TransportError):  # a rejected password is reported later
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ApiFailed(
-            f"No Prefect server answers at {url} ({reason}). The address comes from PREFECT_API_URL or the Prefect "
+            f"No Prefect server responds at {url} ({reason}). The address comes from PREFECT_API_URL or the Prefect "
             "profile. Start that server, or unset PREFECT_API_URL to let this command start a server."
         )
 
@@ -224,11 +224,13 @@ def _wait_healthy(serving: WatchedServer, url: str) -> None:
     time before it responds."""
     while (status := _query_health(url)) is None or status >= 400:
         if (problem := serving.failure()) is not None:
-            raise ApiFailed(f"{problem} during its start. Run `rheostat server` to see why.")
+            raise ApiFailed(
+                f"The local Prefect server did not start: {problem}. Run `rheostat server` to see its output."
+            )
         if serving.cpu_seconds > SERVER_SECONDS:
             raise ApiFailed(
-                f"The Prefect server used {SERVER_SECONDS} s of CPU time without answering at {url}. Run `rheostat "
-                "server` to see why."
+                f"The Prefect server used {SERVER_SECONDS} s of CPU time but did not respond at {url}. Run `rheostat "
+                "server` to see its output."
             )
         time.sleep(0.1)
 
@@ -352,4 +354,4 @@ def _find_cause(error: BaseException, serving: WatchedServer | None) -> BaseExce
 
 
 def _build_api_error(problem: str) -> ApiFailed:
-    return ApiFailed(f"The Prefect API failed; run the same command again to continue. Reason: {problem}")
+    return ApiFailed(f"A request to the Prefect API failed: {problem}. Run the same command again to continue.")

@@ -71,12 +71,17 @@ def retrain(
     from tasks.config.documents import place_overrides
 
     if times < 1:
-        raise BadInput(f"--times {times} is not allowed. It must be at least 1.")
+        raise BadInput(f"--times is {times}, but it must be at least 1.")
     if is_new and day is not None:
-        raise BadInput(f"--new begins today's retrain, but --day {day} names another day. Use only one of the two.")
+        raise BadInput(
+            f"--new starts the retrain of today, but --day {day} selects another day. Use only one of the two."
+        )
     first = _day(day)
     if times - 1 > (date.max - first).days // 7:
-        raise BadInput(f"--times {times} reaches a week after {date.max}. Lower --times, or choose an earlier --day.")
+        raise BadInput(
+            f"--times {times} is too high, because the last week would be after {date.max}. Lower --times, or choose "
+            "an earlier --day."
+        )
     first_job = JobArguments(config, overrides, None, store).load()
     if day is None and not is_new:
         require_finished(first_job, today=first)
@@ -104,8 +109,8 @@ def require_finished(config: "RunConfig", *, today: date) -> None:
 
     if (day := find_unfinished(config, today)) is not None:
         raise BadInput(
-            f"The retrain {with_date(config, day).name} of {day} is not finished, and today is {today} (UTC). Continue "
-            f"it with --day {day}, or begin a retrain for today with --new."
+            f"The retrain {with_date(config, day).name} of {day} is not finished, and today is {today} (UTC). "
+            f"Continue it with --day {day}, or start the retrain of today with --new."
         )
 
 
@@ -124,7 +129,10 @@ def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_js
 
     job = JobArguments(config, overrides, None, store).load()
     if job.promotion is None:
-        raise BadInput(f"{config} has no table [promotion], which contains the rules of the gate. Add it.")
+        raise BadInput(
+            f"{config} has no table [promotion], which contains the rules for comparing a retrained policy with the "
+            "champion. Add this table."
+        )
     powers = asyncio.run(gate_power(job))
     if as_json:
         write(json.dumps([power.model_dump(mode="json") for power in powers], indent=2))
@@ -271,4 +279,4 @@ def _day(text: str | None) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise BadInput(f"--day {text!r} is not a date such as 2026-11-23.") from None
+        raise BadInput(f"--day {text!r} is not a valid date. Write it like 2026-11-23.") from None

@@ -50,7 +50,7 @@ def compare(
     from tasks.views.report.comparison import compare_runs, comparison_page, run_cells
 
     if opened and to is None:
-        raise BadInput("compare --open needs --to FILE, the file for the page.")
+        raise BadInput("compare --open needs --to FILE, because the page to be opened is written to this file.")
     if to is not None:
         _check_path(to)
     comparison = compare_runs(store, runs)
@@ -80,11 +80,14 @@ def _check_path(path: Path) -> None:
     """Raise BadInput if no file can be created at this path. This is checked first, because creating the page takes
     time."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise BadInput(f"--to {path} must be a file in an existing directory.")
+        raise BadInput(
+            f"--to {path} cannot be written, because it is a directory or its parent directory does not exist. Name a "
+            "file in an existing directory."
+        )
 
 
 def _write_page(path: Path, text: str) -> int:
     try:
         return path.write_bytes(text.encode())
     except OSError as error:
-        raise BadInput(f"--to {path} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"--to {path} cannot be written: {error.strerror or error}. Choose another file.") from error

@@ -76,12 +76,15 @@ def request_rescoring(
         config.pools.workers.min_slots,
     )
     if slots > workers:
-        raise BadInput(f"pools.workers is {workers}, but the reward models need at least {slots} slots. Raise it.")
+        raise BadInput(
+            f"pools.workers is {workers}, but the new reward models need at least {slots} worker slots. Raise it, "
+            f"such as with pools.workers={slots}."
+        )
     for term in terms.scoring.trained_reward_models:
         if config.preferences is None:
             raise BadInput(
-                f"Reward {term!r} has model.kind 'trained', which needs [preferences], but the run has no preferences. "
-                "Use another model.kind."
+                f"Reward {term!r} has model.kind = 'trained' and is trained on preference pairs, but the run has no "
+                "[preferences]. Use another model.kind."
             )
     derived = DerivedResult("rescore", chosen)
     check_terms(run, derived, terms)
@@ -149,7 +152,7 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
     for what, is_wanting in wanting.items():
         if is_wanting:
             need = f"{terms.algorithm.label} needs {what} for every token"
-            yield f"{need}, but the run was trained with {own.label} and has not stored them."
+            yield f"{need}, but the run was trained with {own.label} and has not stored them. Use another algorithm."
     if terms.scores is not None:
         yield from _missing_scores(run, terms.scores, numbers)
 
@@ -160,7 +163,10 @@ def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
         before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).leftover_groups}
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
             also = "" if needed == number else f", whose surplus groups iteration {number} uses"
-            yield f"re-scoring {scores!r} has no scores of iteration {needed}{also}. Rescore this iteration first."
+            yield (
+                f"re-scoring {scores!r} has no scores of iteration {needed}{also}. Re-score this iteration first with "
+                "`rheostat rescore`."
+            )
 
 
 def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
@@ -179,7 +185,10 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
     Raises BadInput if an override is not a setting in [pools]."""
     for override in overrides:
         if not override.startswith("pools."):
-            raise BadInput(f"Override {override!r} is not allowed. Only pools.* of a stored run can be changed.")
+            raise BadInput(
+                f"The override {override!r} is not allowed, because the other settings of a stored run cannot be "
+                "changed. Override only keys of pools."
+            )
     recorded = recorded_config(run)
     own_scoring, recorded_pools = read_recorded(ScoringConfig, recorded["scoring"]), recorded["pools"]
     assert isinstance(recorded_pools, dict), "a run's identity has its pools"
@@ -215,7 +224,7 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
     path = Path(text)
     inline = "=" in text and not path.is_file()
     if not inline and not path.exists():
-        raise BadInput(f"{what} {text!r} is neither an existing TOML file nor inline TOML, which contains '='.")
+        raise BadInput(f'{what} {text!r} is neither an existing TOML file nor inline TOML such as kind="grpo".')
     try:
         document: dict[str, object] = tomllib.loads(text if inline else read_text_file(path, label=f"{what} {text!r}"))
     except tomllib.TOMLDecodeError as error:
@@ -235,7 +244,8 @@ def _select_table(document: Mapping[str, object], model: type[BaseModel], part: 
     whole = set(document) & set(RunConfig.model_fields)
     if not document or whole:
         raise BadInput(
-            f"{source} has no table [{part}]. It has: {', '.join(document) or 'nothing'}{nearest(part, [*document])}"
+            f"{source} must contain a table [{part}], but it contains only: "
+            f"{', '.join(document) or 'nothing'}{nearest(part, [*document])}"
         )
     return {part: dict(document)}
 
@@ -257,7 +267,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
     """
     sealed = len(sealed_iterations(run))
     if not sealed:
-        raise BadInput(f"Run {run.name!r} has no sealed iteration yet. Wait until its first iteration ends.")
+        raise BadInput(f"Run {run.name!r} has no completed iteration yet. Wait until its first iteration ends.")
     if text is None:
         return tuple(iterations_with_rollouts(run, range(1, sealed + 1)))
     numbers: set[int] = set()
@@ -265,9 +275,14 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise BadInput(f"--iterations {text!r} must be like 3, 3-7 or 1,3-5, found {part.strip()!r}")
+            raise BadInput(
+                f"--iterations {text!r} must be numbers and ranges such as 3, 3-7 or 1,3-5, found {part.strip()!r}"
+            )
         if first < 1 or last > sealed:
-            raise BadInput(f"--iterations {text!r}: run {run.name!r} only has the sealed iterations 1 to {sealed}.")
+            raise BadInput(
+                f"--iterations {text!r}: the completed iterations of run {run.name!r} are 1 to {sealed}. Choose some "
+                "of them."
+            )
         numbers.update(range(first, last + 1))
     check_rollouts_kept(run, sorted(numbers))
     return tuple(sorted(numbers))
@@ -278,7 +293,8 @@ def check_name(name: str) -> str:
     that are not allowed in the keys of stored results."""
     if not NAME.fullmatch(name) or ".." in name:
         raise BadInput(
-            f"--as {name!r} is not a valid name. Use at most 64 of a-z 0-9 . _ - without '..', and begin with a-z 0-9."
+            f"--as {name!r} is not a valid name. Use at most 64 characters (a-z 0-9 . _ -) without '..', starting "
+            "with a letter or digit."
         )
     return name
 

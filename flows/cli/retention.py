@@ -130,15 +130,18 @@ def _parse_rules(store: str, older_than: str | None, keep: int | None, tags: tup
     from infra.validation_errors import nearest
 
     if keep is not None and keep < 0:
-        raise BadInput(f"--keep {keep} is not allowed. It must be at least 0.")
+        raise BadInput(f"--keep is {keep}, but it must be at least 0.")
     rules = Rules(None if older_than is None else _parse_age(older_than), keep, frozenset(tags))
     if tags and rules.is_empty:
-        raise BadInput("--tag needs --older-than or --keep, because it protects runs from these rules.")
+        raise BadInput(
+            "--tag protects runs from deletion by --older-than or --keep, so it needs one of these options. Add one."
+        )
     known = sorted({tag for run in readable_runs(store) for tag in tags_of(run)}) if tags else []
     for tag in tags:
         if tag not in known:
             raise BadInput(
-                f"--tag {tag!r}: no run has this tag. Existing tags: {', '.join(known) or 'none'}{nearest(tag, known)}"
+                f"--tag {tag!r}: no run of the store has this tag. Existing tags: "
+                f"{', '.join(known) or 'none'}{nearest(tag, known)}"
             )
     return rules
 
@@ -149,7 +152,10 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 def _parse_age(text: str) -> timedelta:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([mhdw])", text)
     if match is None:
-        raise BadInput(f"--older-than {text!r} must be a number with m, h, d or w, such as 30d.")
+        raise BadInput(
+            f"--older-than {text!r} must be a number followed by m (minutes), h (hours), d (days) or w (weeks), such "
+            "as 30d."
+        )
     return timedelta(**{_UNITS[match[2]]: float(match[1])})
 
 
@@ -178,7 +184,10 @@ def forget(
                 reports[index] = forget_prompts(locked_run, ids, delete=True)
     if not any(each.prompts or each.exports for each in reports):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
-        raise BadInput(f"None of the {len(ids)} ids in {prompt_ids} is the prompt_id of a prompt in {where}.")
+        raise BadInput(
+            f"None of the {len(ids)} ids in {prompt_ids} is the prompt_id of a prompt in {where}. Check the ids and "
+            "--store."
+        )
     if delete:
         _forget_samples([each.run for each in reports if each.prompts])
     if as_json:
@@ -211,13 +220,18 @@ def _read_ids(path: Path) -> frozenset[str]:
     try:
         text = read_text_file(path, label=f"--prompt-ids {path}")
     except FileNotFoundError:
-        raise BadInput(f"--prompt-ids {path}: no such file. The file must have one prompt_id per line.") from None
+        raise BadInput(
+            f"--prompt-ids {path}: there is no such file. Name a file with one prompt_id per line."
+        ) from None
     lines = [line.strip() for line in text.splitlines()]
     for number, line in enumerate(lines, start=1):
         if line and not re.fullmatch(r"[0-9a-f]{16}", line):
-            raise BadInput(f"{path}, line {number}: expected a prompt_id of 16 digits 0-9 a-f, found {line[:40]!r}")
+            raise BadInput(
+                f"{path}, line {number}: a prompt_id has 16 digits (0-9 a-f), found {line[:40]!r}. Write one "
+                "prompt_id per line."
+            )
     if not any(lines):
-        raise BadInput(f"{path} contains no prompt_id. Write one prompt_id per line.")
+        raise BadInput(f"--prompt-ids {path}: the file contains no prompt_id. Write one prompt_id per line.")
     return frozenset(line for line in lines if line)
 
 

@@ -104,7 +104,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
     from tasks.views.run_list import list_run_lines
 
     if limit is not None and limit < 1:
-        raise BadInput(f"--limit {limit} is not allowed. It must be at least 1.")
+        raise BadInput(f"--limit is {limit}, but it must be at least 1.")
     listed, num_runs = list_run_lines(store, limit=limit)
     if as_json:
         write(json.dumps([run.model_dump() for run in listed], indent=2))
@@ -133,7 +133,7 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     notes = [*term_lines(description), *episode_lines(description), *work_lines(description)]
     notes += cost_lines(description.costs)
     notes += [wrap_text(line) for line in summarize_warnings([report.warnings for report in description.iterations])]
-    write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *notes]))
+    write("\n".join([table(iteration_rows(description)) or "no completed iteration yet", *notes]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")
     if description.deleted:
@@ -165,7 +165,7 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
     try:
         target.write_bytes(picture)
     except OSError as error:
-        raise BadInput(f"{target} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from error
     write(json.dumps({"runs": run, "plot": str(target)}, indent=2) if as_json else str(target))
 
 
@@ -195,7 +195,7 @@ def rollouts(
     from tasks.views.runs import open_known_run, read_rollouts
 
     if limit < 1:
-        raise BadInput(f"--limit {limit} is not allowed. It must be at least 1.")
+        raise BadInput(f"--limit is {limit}, but it must be at least 1.")
     samples = read_rollouts(store, run, iteration=iteration, order=sort, limit=limit)
     if pictured.sheet is not None:
         write_sheet(open_known_run(store, run), samples, pictured.sheet)
@@ -297,7 +297,7 @@ def verify(
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
-        raise BadInput(f"--episodes {episodes} must be at least 1, and needs --environment.")
+        raise BadInput(f"--episodes is {episodes}, but must be at least 1, and needs --environment.")
     if not environment and run not in list_runs(store):
         if run in registries(store):
             registry = open_registry(store, run)

@@ -98,5 +98,5 @@ def describe_champion(champion: "RegistryRecord") -> str:
 
 def _check_interval(every: float) -> float:
     if every <= 0:
-        raise BadInput(f"--every {every:g} must be a number of seconds above 0.")
+        raise BadInput(f"--every is {every:g}, but it must be a number of seconds above 0.")
     return every

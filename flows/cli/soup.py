@@ -76,7 +76,10 @@ def merge(
     from tasks.soup import merging
 
     if to is None and write_mergekit is None:
-        raise BadInput("merge needs --to DIR or --write-mergekit FILE for the result.")
+        raise BadInput(
+            "merge writes its result to --to DIR (the merged policy) or --write-mergekit FILE (a mergekit "
+            "configuration). Add one of them."
+        )
     if write_mergekit is not None:
         merging.write_mergekit(store, terms, write_mergekit)
     if to is None:
@@ -124,7 +127,8 @@ def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAUL
             raise BadInput(f"--to {to} already exists. Choose another file, or delete this one.")
         if len({record.terms for record in records}) > 1:
             raise BadInput(
-                "soup-front: soups with different terms cannot be plotted together. Plot each of them separately."
+                "soup-front: all soups must have the same reward terms to be plotted together. Plot each of them "
+                "separately."
             )
         to.write_bytes(draw_fronts(records, encoding=encoding))
     _show(records, as_json=as_json)
@@ -146,7 +150,7 @@ def soup_policy(
     try:
         shares = [float(share) for share in preference.split(",")]
     except ValueError:
-        raise BadInput(f"--preference {preference!r} must be numbers, such as 0.3,0.7.") from None
+        raise BadInput(f"--preference {preference!r} must be numbers separated by commas, such as 0.3,0.7.") from None
     merged = write_policy(store, name, shares, Path(to), method=method)
     write(merged.model_dump_json(indent=2) if as_json else merged.text())
 

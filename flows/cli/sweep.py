@@ -91,7 +91,7 @@ def sweep(
     from tasks.views.sweep import swept_run
 
     if course.limit < 1:
-        raise BadInput(f"--limit {course.limit} is not allowed. It must be at least 1.")
+        raise BadInput(f"--limit is {course.limit}, but it must be at least 1.")
     base = JobArguments(config, (), run, store).load()
     points = sweep_points(base.name, grid, [] if course.listed is None else read_points(course.listed))
     jobs = [
@@ -111,7 +111,10 @@ def sweep(
         write(table([each.row(varied_keys([point.values for point in points])) for each in runs]))
     if errors:
         failures = "; ".join(f"{name}: {error}" for name, error in errors.items())
-        raise RunsFailed(f"{len(errors)} of {len(points)} runs failed: {failures}")
+        raise RunsFailed(
+            f"{len(errors)} of the {len(points)} runs of the sweep failed. Run the same command again to continue "
+            f"them. Errors: {failures}"
+        )
 
 
 @dataclass(slots=True)

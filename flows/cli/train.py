@@ -266,7 +266,7 @@ def run_part(
                 from flows.reward_modelling import reward_model as reward_model_flow
 
                 return run_flow(reward_model_flow(config, accept_change=accept_change))
-    raise AssertionError(f"no part of a job is called {command!r}")
+    raise AssertionError(f"there is no part of a job with the name {command!r}")
 
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
@@ -361,14 +361,18 @@ def _build_evaluation_config(policy: Path, config_path: Path | None, overrides: 
     place = policy if is_remote(policy) else policy.resolve()
     if has_run(place):
         raise BadInput(
-            f"{format_path(policy)} is a run. Name one of its policies instead (`rheostat show {place.name}`)."
+            f"{format_path(policy)} is the folder of a run, but evaluate needs the directory of a policy. `rheostat "
+            f"show {place.name}` lists the policies of the run."
         )
     if config_path is not None:
         config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
         home = next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
-            raise BadInput(f"policy {format_path(policy)} is not in a run. Name the problems with --config CONFIG.")
+            raise BadInput(
+                f"The policy {format_path(policy)} does not belong to a run, so the problems to evaluate on are "
+                "unknown. Set --config to a configuration file with the problems."
+            )
         document = recorded_config(open_run(format_path(home.parent), home.name))
         config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
     directory = config.policy.with_path(policy)

@@ -223,7 +223,9 @@ def check_environment(engine: str, python: Path) -> Environment:
             timeout=IMPORT_SECONDS,
         )
     except OSError as error:
-        raise BadInput(f"{refusal}: {error.strerror}. Name an executable Python interpreter.") from error
+        raise BadInput(
+            f"{refusal}: {error.strerror}. Set engine.python to an executable Python interpreter."
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise BadInput(f"{refusal} within {IMPORT_SECONDS:g} s. Check that the machine is not overloaded.") from error
     if done.returncode != 0:

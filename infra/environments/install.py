@@ -90,7 +90,9 @@ def _check_interpreter(python: Path) -> None:
     except (OSError, subprocess.TimeoutExpired):
         able = False
     if not able:
-        raise BadInput(f"{python} cannot be run as a Python interpreter. Choose a Python that can create environments.")
+        raise BadInput(
+            f"{python} cannot be run as a Python interpreter. Choose a Python that can create virtual environments."
+        )
 
 
 def _check_place(directory: Path) -> None:
@@ -132,7 +134,7 @@ def _create(site: _Site, interpreter: Path) -> Environment:
     try:
         environment = check_environment(site.engine, site.python)
     except BadInput as error:
-        raise InstallFailed(f"the new environment cannot be used: {error}") from error
+        raise InstallFailed(f"the new environment was installed but cannot be used: {error}") from error
     _write(site, stamp.model_copy(update={"made": environment}))
     return environment
 

@@ -89,7 +89,7 @@ class Fleet:
         ClusterFailed if there are still too few after `SlotCount.wait_seconds`."""
         async with self._turn:
             if self._closed:
-                raise ClusterFailed("the worker slots are closed")
+                raise ClusterFailed("work was requested after the worker slots of this run were closed")
             await self._begin()
             await self._target({})
             return self.slots
@@ -127,13 +127,13 @@ class Fleet:
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
-            raise BadInput(f"unknown roles {unknown}: the worker slots have the roles {sorted(self._pools)}")
+            raise BadInput(f"the worker slots have no roles {unknown}, only {sorted(self._pools)}")
         if self._closed:
-            raise ClusterFailed("the worker slots are closed")
+            raise ClusterFailed("work was requested after the worker slots of this run were closed")
         task = self._start_arranging((dict(workers), dict(take)))
         await asyncio.wait({task})
         if task.cancelled():
-            raise ClusterFailed("the worker slots were closed while workers were being moved")
+            raise ClusterFailed("the worker slots of this run were closed while workers were moved to another role")
         return task.result()
 
     def _arrange_again(self) -> None:

@@ -111,7 +111,7 @@ def _start(directory: Path, arguments: list[str]) -> None:
 
 def _have_forked(directory: Path, arguments: list[str]) -> None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        raise OSError("the worker may use a GPU")
+        raise OSError("a worker that may use a GPU cannot be forked from the fork server")
     order: ForkRequest = {
         "arguments": arguments,
         "variables": dict(os.environ),

@@ -147,7 +147,10 @@ class Host:
 
         def work() -> object:
             if self._asleep:
-                raise WorkerAsleep(f"the worker of pid {os.getpid()} fell asleep before {method} began")
+                raise WorkerAsleep(
+                    f"the worker with pid {os.getpid()} was put to sleep before {method} began, so another worker "
+                    "must do the work"
+                )
             if self._inputs is not None:
                 self._inputs.download(arguments)
             return self._call(method, *arguments)

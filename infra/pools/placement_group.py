@@ -94,7 +94,10 @@ class ReservedSlots:
         try:
             while not (await asyncio.wait({starting}, timeout=CHECK_SECONDS))[0]:
                 if slot in await self.list_lost_slots():
-                    raise NodeLost(f"{spec.role} worker {name}: the machine of this slot has left the cluster")
+                    raise NodeLost(
+                        f"the {spec.role} worker {name} cannot start, because the machine of its slot has left the "
+                        "cluster"
+                    )
             return starting.result()
         finally:
             starting.cancel()
@@ -131,7 +134,8 @@ class ReservedSlots:
             if not await run_apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
                     f"the cluster could not reserve {self._first} worker slots with {self._needs} each within "
-                    f"{wait_seconds:.0f} s. Add machines, lower pools.workers, or raise pools.wait_seconds."
+                    f"{wait_seconds:.0f} s (pools.wait_seconds). Add machines, lower pools.workers, or raise "
+                    "pools.wait_seconds."
                 )
             nodes = await self._nodes()
             self._places = [self._places[slot] for slot in sorted(range(self._first), key=lambda slot: nodes[slot])]

@@ -133,15 +133,15 @@ class Pool:
             use = self._spawn(self._use(slot, worker, method=method, work=work))
             await asyncio.wait({use})  # waiting can be cancelled without the call itself
             if use.cancelled():
-                raise ClusterFailed(f"the pool of {self.spec.role} workers was closed while it ran {method}")
+                raise ClusterFailed(f"the pool of {self.spec.role} workers was closed while a worker ran {method}")
             try:
                 outcome = use.result()
             except WorkerAsleep:
                 continue
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
-                    what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
-                    raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more.") from lost
+                    what = f"The work {self.spec.role}.{method} has failed in {attempt} attempts and is not run again"
+                    raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more attempts.") from lost
                 logger.warning(
                     "%s. Attempt %d of %d failed, so the work is run again.", lost, attempt, self.spec.max_restarts + 1
                 )
@@ -283,7 +283,7 @@ class Pool:
         self.dispatch()
 
     def _closed_error(self) -> ClusterFailed:
-        return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
+        return ClusterFailed(f"work was requested after the pool of {self.spec.role} workers was closed")
 
     def _find_fatal_error(self) -> RheostatError | None:
         """Return the error because of which no worker can be started, or None if there is no such error. Waiting work

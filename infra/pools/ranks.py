@@ -95,7 +95,7 @@ class RankGroup:
         async with self._turn:
             for attempt in itertools.count(1):
                 if self._closed:
-                    raise ClusterFailed(f"the {self.spec.role} ranks are closed")
+                    raise ClusterFailed(f"work was requested after the {self.spec.role} ranks were closed")
                 try:
                     if not self._ranks:
                         await self._start()
@@ -104,8 +104,10 @@ class RankGroup:
                     break
                 except WorkerLost as lost:
                     if attempt > self.spec.max_restarts:
-                        what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
-                        raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more.") from lost
+                        what = (
+                            f"The work {self.spec.role}.{method} has failed in {attempt} attempts and is not run again"
+                        )
+                        raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more attempts.") from lost
                     self.restarts += 1
                     logger.warning(
                         "%s. Attempt %d of %d failed, so the work is run again.",
@@ -166,8 +168,8 @@ class RankGroup:
             await _all_or_first_failure(joins)
         except WorkerFailed as error:
             raise WorkerLost(
-                f"the {self.spec.role} ranks could not connect at {address}:{port}, which must be reachable from the "
-                f"machines of all ranks: {error}"
+                f"the {self.spec.role} ranks could not connect to each other at {address}:{port}: {error}. Make this "
+                "address reachable from the machines of all ranks"
             ) from error
 
     async def _together(self, method: str, work: object) -> list[Returned]:

@@ -203,7 +203,7 @@ def assign_slots(
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
     if min(wanted.values(), default=0) < 0:
-        raise BadInput(f"numbers of workers must not be negative, got {dict(wanted)}")
+        raise BadInput(f"the number of workers of a role must not be negative, got {dict(wanted)}")
     if needed > len(nodes) - len(lost):
         raise BadInput(
             f"the workers {dict(wanted)} need {needed} slots, but only {len(nodes) - len(lost)} are available"
@@ -223,7 +223,8 @@ def assign_slots(
     )
     if assignments is None:
         raise BadInput(
-            f"the workers {dict(wanted)} with {dict(widths)} slots each do not fit on the nodes {list(nodes)}"
+            f"the workers {dict(wanted)} do not fit on the machines: each needs all of its slots ({dict(widths)}) on "
+            f"one machine, and the slots are on {list(nodes)}"
         )
     return assignments
 

@@ -144,7 +144,7 @@ class WorkerThread:
         try:
             self._host.stop()
         except Exception as error:  # the thread ends here, so no caller can get this error
-            logger.warning("worker %s did not close cleanly: %s", self.name, error)
+            logger.warning("worker %s raised an error when it was closed: %s", self.name, error)
         self._host = Host(asleep=True)  # frees the worker's memory even if other objects refer to its thread
         self._ended.set_result(None)
 
@@ -211,7 +211,10 @@ class ThreadLauncher:
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerThread:
         """Raise WorkerLost. There is nothing to find, because no other process can start workers in this process."""
-        raise WorkerLost(f"{spec.role} worker {name} is not a thread of this process")
+        raise WorkerLost(
+            f"the {spec.role} worker {name} was requested from another process, but workers of pools.cluster = "
+            "'threads' exist only in the process that started them"
+        )
 
     async def list_generations(self, role: str) -> dict[int, int]:
         """Return an empty mapping, because no other process can start workers in this process."""
@@ -263,8 +266,8 @@ class ThreadCluster:
         `Fleet.arrange` assigns slots to their role. Raises BadInput if the slots require GPUs."""
         if gpus_per_slot:
             raise BadInput(
-                f"pools.gpus_per_worker is {gpus_per_slot:g}, but workers in threads cannot reserve GPUs. Set it to 0, "
-                "or set pools.cluster = 'ray'."
+                f"pools.gpus_per_worker is {gpus_per_slot:g}, but the workers of pools.cluster = 'threads' cannot "
+                "reserve GPUs. Set it to 0, or set pools.cluster = 'ray'."
             )
         fleet = Fleet(specs, self._launcher(slots.max_slots), slots)
         self._members.append(fleet)
@@ -275,8 +278,8 @@ class ThreadCluster:
         rank needs a separate process."""
         if spec.size > 1:
             raise BadInput(
-                f"{spec.size} {spec.role} ranks need {spec.size} processes, but pools.cluster = 'threads' has only "
-                "one. Set pools.update_ranks = 1, or pools.cluster = 'ray'."
+                f"pools.update_ranks is {spec.size}, and {spec.role} ranks are separate processes, but pools.cluster "
+                "= 'threads' has only one process. Set pools.update_ranks = 1, or pools.cluster = 'ray'."
             )
         group = RankGroup(spec, self._launcher())
         await group.open()

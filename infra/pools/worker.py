@@ -188,7 +188,7 @@ class WorkerProcess:
         try:
             while not (await asyncio.wait({query}, timeout=ANSWER_SECONDS))[0]:
                 if not (await self.machines.check_nodes(self.place.node)).get(self.place.node):
-                    raise WorkerLost(f"{what}: the machine of this worker has left the cluster")
+                    raise WorkerLost(f"{what} failed, because the machine of this worker has left the cluster")
             return query.result()
         finally:
             query.cancel()
@@ -237,7 +237,7 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(_await_reference(stopping, f"worker {self.name}"), STOP_SECONDS)
         except (TimeoutError, WorkerLost, WorkerFailed) as error:
-            logger.warning("worker %s did not close cleanly: %s", self.name, error)
+            logger.warning("worker %s raised an error when it was closed: %s", self.name, error)
             self.kill()
         finally:
             _kill(self.actor)
@@ -300,7 +300,9 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
         query = actor.place.options(concurrency_group=WATCH).remote()
         place: ProcessPlace = await asyncio.wait_for(_await_reference(query, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
-        raise WorkerLost(f"{what} has ended or did not respond within {spec.start_seconds:g} s") from error
+        raise WorkerLost(
+            f"{what} has ended, or did not respond within {spec.start_seconds:g} s (pools.start_seconds)"
+        ) from error
     return WorkerProcess(spec.role, name, actor, place, machines)
 
 
@@ -329,7 +331,7 @@ def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
     `returns`. `what` names the call in the message."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
-        raise WorkerFailed(f"{what} must return {returns.__name__}, but it returned {found}")
+        raise WorkerFailed(f"{what} must return an object of type {returns.__name__}, but it returned {found}")
     return outcome.result
 
 

@@ -155,7 +155,7 @@ class Child:
             description, _ = self.exchange(self._order, START_SECONDS)
         except ProcessEnded as end:
             if end.cause == "time":
-                raise WorkerFailed(f"{self._what}: the import took over {START_SECONDS:g} s. Make it faster") from None
+                raise WorkerFailed(f"{self._what}: its import took over {START_SECONDS:g} s. Make it faster") from None
             raise
         if isinstance(description, str):
             raise BadInput(description)
@@ -199,7 +199,7 @@ class Child:
             if clock.elapsed > MAX_SLOWDOWN * seconds + 60:
                 raise WorkerLost(
                     f"{self._what}: a call with a limit of {seconds:g} s got {clock.used:.0f} s of CPU time in "
-                    f"{clock.elapsed:.0f} s. The machine is overloaded. Use fewer workers."
+                    f"{clock.elapsed:.0f} s. The machine is overloaded. Lower pools.workers."
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
@@ -313,7 +313,7 @@ def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
 
 def invalid_answer() -> ProcessEnded:
     """Return the error for data in a child process's pipe that is not a valid response."""
-    return ProcessEnded("its process wrote what is no answer", cause="own")
+    return ProcessEnded("its process wrote something other than a valid response", cause="own")
 
 
 def check_answer(answer: object, token: str) -> tuple[object, str | None]:

@@ -177,8 +177,8 @@ def check_sandbox(where: str) -> None:
         )
     if not has_filter():
         raise BadInput(
-            f"{where}: the sandbox works only on x86_64 and aarch64, but this machine is {os.uname().machine}. Run the "
-            "job on another machine."
+            f"{where}: the sandbox supports only the processors x86_64 and aarch64, but this machine has "
+            f"{os.uname().machine}. Run the job on another machine."
         )
     try:
         arguments = ["--ro-bind", "/", "/", *_PROC, "--dev", "/dev", "true"]

@@ -62,7 +62,7 @@ class OwnedProcess:
         self._guard.wait(guard.GIVE_UP_SECONDS)  # the guard has handed over to its child
         if not line.isdigit():
             self.stop()
-            raise WorkerFailed(f"{command[0]} did not start: {line or 'the guard process ended'}")
+            raise WorkerFailed(f"the command {command[0]} did not start: {line or 'the guard process ended'}")
         self.pid = int(line)
         self._process = _process(self.pid)
 
@@ -169,7 +169,7 @@ def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[in
     Raises WorkerLost if a signal ended the server, because the work is then not the cause. Raises WorkerFailed if the
     server ended in another way or is not ready within `start_seconds`.
     """
-    failure = WorkerFailed(f"{launch.what} could not start: there was no port to try")
+    failure = WorkerFailed(f"{launch.what} could not start, because there was no free port to try")
     for port in ports:
         process = OwnedProcess(launch.command(port), environment=launch.environment)
         try:

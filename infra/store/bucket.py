@@ -146,7 +146,7 @@ class Bucket:
                 if stored is not None and stored.writer == token:
                     return stored.tag
                 if "NoSuchUpload" in str(error):  # the outcome of the upload is unknown
-                    raise Unsettled(f"the server no longer has the upload of {name!r}") from error
+                    raise Unsettled(f"the server no longer knows the multipart upload of {name!r}") from error
                 raise
 
         return self._retry(f"cannot write {name!r}", attempt)
@@ -193,7 +193,7 @@ class Bucket:
 
             first = self._retry(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(f"store {self.uri}: {name!r} was replaced during the download. Try again.")
+                raise StoreFailed(f"store {self.uri}: {name!r} was replaced during its download. Try again.")
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -263,8 +263,8 @@ class Bucket:
             self.known.discard(name)
         if is_there and not is_listed:
             raise Unsettled(
-                f"the object {name!r} exists but is not in the listing: the server returned XML that is no "
-                "ListBucketResult"
+                f"the object {name!r} exists, but the server's listing lacks it: the response is not a "
+                "ListBucketResult in XML"
             )
 
     def delete(self, name: str) -> None:
@@ -280,7 +280,7 @@ class Bucket:
         probe = self.find(name)
         self.delete(name)
         if probe is None:
-            raise StoreFailed(f"store {self.uri}: another program deleted {name!r} right after it was written")
+            raise StoreFailed(f"store {self.uri}: another program deleted the new test object {name!r}")
         return probe.modified
 
     def quotes_etags(self) -> bool:
@@ -313,7 +313,7 @@ class Bucket:
         return quotes
 
     def _refusal(self, fault: str) -> BadInput:
-        return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault} (docs/s3.md)")
+        return BadInput(f"store {self.uri}: the server must support conditional writes (docs/s3.md), but {fault}")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its ETag is `version`, or if its name is free and `version` is "". Return the new ETag, or
@@ -338,7 +338,7 @@ class Bucket:
                     return stored.tag
                 unchanged = stored.tag.strip('"') == version.strip('"') if stored is not None else not version
                 if isinstance(error, AlreadyExistsError) and unchanged:  # 409: none of several simultaneous writers won
-                    raise Unsettled(f"the write was refused, but {name!r} is unchanged") from error
+                    raise Unsettled(f"the server refused to write {name!r}, which is unchanged") from error
                 return None
 
         return self._retry(f"cannot write {name!r}", attempt)
@@ -396,5 +396,5 @@ def _write_body(answer: "GetResult", descriptor: int) -> ObjectHead:
             written = os.pwrite(descriptor, remaining, start)
             remaining, start = remaining[written:], start + written
     if start != end:
-        raise BaseError(f"the response ended at byte {start} instead of {end}")
+        raise BaseError(f"the response ended at byte {start}, but it should end at byte {end}")
     return _read_head(answer)

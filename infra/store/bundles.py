@@ -175,7 +175,7 @@ def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Pa
         return fetch_bundle(store, ref)
     files = _verified_names(store, ref)
     if absent := sorted(set(names) - files.keys()):
-        raise BadInput(f"bundle {ref.key!r} in {store.uri} has no files {absent}; its files are {sorted(files)}")
+        raise BadInput(f"bundle {ref.key!r} in {store.uri} has no files {absent}. Its files are {sorted(files)}")
     store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *names)])
     for name in names:
         _verify_file(store, ref, name, files[name])
@@ -238,7 +238,7 @@ def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
         raise Damaged(f"{where}: {_describe_absence(store, ref)}")
     contents = _contents(store, ref)
     if name not in contents.files:
-        raise BadInput(f"{where} has no file {name!r}; its files are {', '.join(sorted(contents.files))}")
+        raise BadInput(f"{where} does not contain the file {name!r}. Its files are {', '.join(sorted(contents.files))}")
     _verify_file(store, ref, name, contents.files[name].digest)
     return store.local_path(f"{ref.key}/{name}")
 
@@ -313,11 +313,11 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
     data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}")
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} must have digest {ref.digest}, but has {found}")
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not valid: {error}") from error
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not a valid list: {error}") from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
@@ -336,7 +336,7 @@ def _files(directory: Path) -> dict[str, Path]:
     Raises BadInput if the directory is empty, or contains links, special files or a file named bundle.json.
     """
     if not directory.is_dir():
-        raise BadInput(f"{str(directory)!r} must be a directory to be stored as a bundle")
+        raise BadInput(f"{str(directory)!r} cannot be stored as a bundle, because it is not a directory")
     files = {
         path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if not _plain_dir(path)
     }
@@ -349,8 +349,8 @@ def _files(directory: Path) -> dict[str, Path]:
             )
     if not files or CONTENTS in files:
         raise BadInput(
-            f"{str(directory)!r} cannot be stored as a bundle: it must contain at least one file, and no file named "
-            f"{CONTENTS}"
+            f"{str(directory)!r} cannot be stored as a bundle, because it must contain at least one file, and no file "
+            f"with the reserved name {CONTENTS}"
         )
     return files
 

@@ -51,11 +51,15 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
-        raise BadInput(f"run {name!r} is already in {target_uri}. Choose another store for the copy than {source_uri}.")
+        raise BadInput(
+            f"run {name!r} cannot be copied from {source_uri}, because it is already in {target_uri}. Choose another "
+            "store for the copy."
+        )
     target.check()
     if target.exists(RECORD) and target.read(RECORD) != run.store.read(RECORD):
         raise BadInput(
-            f"run {name!r} cannot be copied: {target_uri} has a different run with this name. Use another store."
+            f"run {name!r} cannot be copied, because {target_uri} contains a different run with this name. Choose "
+            "another store."
         )
     with run.lock_without_epoch(), target.lock(LOCK) as lease:
         if lease is None:
@@ -83,7 +87,8 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
         if is_there or key.startswith("shards/"):
             fault = "exists but is not in the listing of the store" if is_there else "is missing"
             raise Damaged(
-                f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied. Restore the file first."
+                f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied. Restore the file from "
+                "another copy of the run first."
             )
 
 
@@ -130,4 +135,7 @@ class _Copier:
         return entry
 
     def _conflict(self, key: str) -> Conflict:
-        return Conflict(f"{key!r} in {self.target.uri} differs from {self.source.uri}. It was not overwritten.")
+        return Conflict(
+            f"{key!r} in {self.target.uri} differs from the object in {self.source.uri}, and it was not overwritten. "
+            "Copy to another store"
+        )

@@ -297,8 +297,9 @@ def checked_directory(root: Path) -> Path:
     is a file."""
     nearest = _nearest(root)
     if not nearest.is_dir():
-        below = "" if nearest == root else f" at {nearest}"
-        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}. Choose another directory.")
+        raise BadInput(
+            f"store {str(root)!r} must be a directory, but {str(nearest)!r} is a file. Choose another directory."
+        )
     return root
 
 
@@ -324,7 +325,9 @@ def make_directory(path: Path, *, required: Path | None = None) -> None:
     if path.is_dir():
         return
     if path == required:
-        raise FileNotFoundError(errno.ENOENT, "the directory was deleted while it was in use", str(path))
+        raise FileNotFoundError(
+            errno.ENOENT, "the directory of the store was deleted while the store was in use", str(path)
+        )
     make_directory(path.parent, required=required)
     path.mkdir(exist_ok=True)
     sync(path.parent)

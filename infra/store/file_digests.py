@@ -34,7 +34,7 @@ def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
     if code == 2:
         raise BadInput(errors.decode().strip())
     if code:
-        raise WorkerFailed(f"{LABEL} ended with exit code {code}: {errors.decode()[-2000:]}")
+        raise WorkerFailed(f"{LABEL} failed with exit code {code}. Its last output is: {errors.decode()[-2000:]}")
     digests: list[str] = json.loads(answer)
     return digests
 

@@ -141,7 +141,7 @@ def fetch_files(address: HubAddress, files: Sequence[str]) -> Path:
             fetch(endpoint=_endpoint(), library_name="rheostat")
             _verify(address, folder, new)
             return folder
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the download loop ended without a result and without an error")
 
 
 def list_files(address: HubAddress) -> dict[str, int]:
@@ -208,8 +208,8 @@ def _model_files(address: HubAddress) -> list[str]:
         pickles = [name for name in files if name.endswith(PICKLES)]
         why = f"only {pickles[0]}, which is not read because it may execute code" if pickles else "no weights"
         raise BadInput(
-            f"model {address.label} on the Hub has {why}. Choose a repository with .safetensors files, or convert the "
-            "model to safetensors and set its directory"
+            f"model {address.label} on the Hub has {why}, but weights are only read from safetensors files. Choose a "
+            "repository with such files, or convert the model to safetensors and set the path of its directory"
         )
     return chosen
 
@@ -244,7 +244,7 @@ def _verify(address: HubAddress, folder: Path, names: Sequence[str]) -> None:
         if digest.hexdigest() != blob.name:
             path.unlink()
             blob.unlink()
-            raise OSError(f"{path.name} has another digest than the Hub names")
+            raise OSError(f"{path.name} was downloaded, but its digest is not the one that the Hub lists for this file")
 
 
 @contextmanager
@@ -263,7 +263,9 @@ def _explained(address: HubAddress, *, is_last: bool = True) -> Iterator[None]:
             "and set HF_TOKEN or run `hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
-        raise BadInput(f"{what}: the repository has no revision {address.revision!r}. Check the name after @") from None
+        raise BadInput(
+            f"{what}: the repository has no revision {address.revision!r}. Correct the name after @"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise BadInput(
             f"{what} is neither a local path nor a repository that your token may read at {where}. Check the "
@@ -271,14 +273,19 @@ def _explained(address: HubAddress, *, is_last: bool = True) -> Iterator[None]:
         ) from None
     except errors.HfHubHTTPError as error:
         if (code := error.response.status_code) in (401, 403):
-            raise BadInput(f"{what}: {where} refused the token (HTTP {code}). Check HF_TOKEN") from None
-        raise BadInput(f"{what}: {where} answered with HTTP {code}. Try again later") from None
+            raise BadInput(
+                f"{what}: {where} refused the access token (HTTP {code}). Check the token in HF_TOKEN"
+            ) from None
+        raise BadInput(f"{what}: {where} responded with HTTP {code}. Run the same command again later") from None
     except errors.OfflineModeIsEnabled:
-        raise BadInput(f"{what} is not in the cache {cache_folder()}, and HF_HUB_OFFLINE is set. Unset it") from None
+        raise BadInput(
+            f"{what} is not in the cache {cache_folder()}, and HF_HUB_OFFLINE is set, so it is not downloaded. Unset "
+            "HF_HUB_OFFLINE"
+        ) from None
     except (OSError, TransportError, errors.LocalEntryNotFoundError) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         if not is_last:
-            logger.warning("%s: the download is repeated: %s", what, reason)
+            logger.warning("%s: the download has failed and is repeated: %s", what, reason)
             return
         raise BadInput(
             f"{what} is not a local path, and it could not be fetched from {where}: {reason}. Check the network and "

@@ -102,5 +102,8 @@ def parse_hub_address(text: str, kind: HubKind | None = None) -> HubAddress:
         )
     if kind is not None and uri.type != kind and not uri.path_in_repo:
         prefix = "datasets/" if kind == "dataset" else ""
-        raise BadInput(f"{text} is a {uri.type}, but this setting needs a {kind}. Write hf://{prefix}{uri.id}")
+        raise BadInput(
+            f"{text} is the address of a {uri.type} on the Hub, but this setting needs a {kind}. Write "
+            f"hf://{prefix}{uri.id}"
+        )
     return HubAddress(uri.type, uri.id, uri.revision or "", uri.path_in_repo, **chosen)

@@ -36,7 +36,8 @@ def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> l
     for name in chosen:
         if not name.removesuffix(".gz").removesuffix(".zst").endswith(READABLE):
             raise BadInput(
-                f"dataset {address.name}: {name} cannot be read. Rheostat reads {', '.join(READABLE)}. Convert it with "
+                f"dataset {address.name}: the file {name} has a format that cannot be read. Files must have one of "
+                f"the suffixes {', '.join(READABLE)}. Convert it with "
                 "datasets.load_dataset(…).to_parquet('train.parquet'), and set the path of this file"
             )
     return chosen

@@ -342,7 +342,7 @@ def fetch_path(path: Path) -> Path:
     if path.parts[0] != S3:
         return remote_files.fetch_address(format_path(path))
     if len(path.parts) < 3:
-        raise BadInput(f"{format_path(path)} is not an address of a file in a bucket: expected s3://bucket/name")
+        raise BadInput(f"{format_path(path)} is not the address of a file in a bucket. Write it like s3://bucket/name")
     store, name = open_store(format_path(path.parent)), path.name
     if store.exists(name):
         return store.local_path(name)

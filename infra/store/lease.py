@@ -175,4 +175,7 @@ def _term(content: bytes, *, where: str) -> float:
     try:
         return float(json.loads(content)["seconds"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{where}: expected a record of a lease, found {content[:80]!r}") from error
+        raise Damaged(
+            f"{where} must contain the record of a lock, but it contains {content[:80]!r}. If no process uses the "
+            "run, delete this object"
+        ) from error

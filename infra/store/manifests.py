@@ -145,9 +145,13 @@ def decode_manifest(data: bytes, *, key: str) -> Manifest:
             f"have written it: {error}"
         ) from error
     if manifest.digest != expected:
-        raise Damaged(f"{where}: expected digest {expected}, found {manifest.digest}. Restore the file from a copy.")
+        raise Damaged(
+            f"{where}: the manifest must have the digest {expected}, but it has {manifest.digest}. Restore the file "
+            "from a copy of the store."
+        )
     if manifest.key != key:
         raise Damaged(
-            f"{where}: the file contains another manifest, {manifest.key!r}. Restore the file from a copy of the store."
+            f"{where}: the file contains the manifest of another key, {manifest.key!r}. Restore the file from a copy "
+            "of the store."
         )
     return manifest

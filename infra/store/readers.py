@@ -37,7 +37,11 @@ def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[No
             try:
                 _hold(store, bundle, stack)
             except StoreFailed as error:
-                logger.warning("retention may delete %s while it is read: %s", bundle.key, error)
+                logger.warning(
+                    "The files %s could not be protected while they are read, so retention may delete them: %s",
+                    bundle.key,
+                    error,
+                )
         yield
 
 
@@ -49,7 +53,10 @@ def _hold(store: Store, bundle: BundleRef, stack: ExitStack) -> None:
             if attempt.enter_context(store.lock(key)) is not None:
                 stack.enter_context(attempt.pop_all())
                 return
-    raise StoreFailed(f"store {store.uri}: cannot lock a key below {READERS!r}")
+    raise StoreFailed(
+        f"store {store.uri}: an object below {READERS!r}, which protects files from deletion while they are read, "
+        f"could not be locked in {_ATTEMPTS} attempts. Run the same command again"
+    )
 
 
 def _release(store: Store, key: str) -> None:

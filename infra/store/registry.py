@@ -118,10 +118,14 @@ class Registry:
         try:
             record = RegistryRecord.model_validate(fields)
         except ValidationError as error:
-            raise Damaged(f"{where}: the checksum is right, but the content is not a valid record: {error}") from error
+            raise Damaged(
+                f"{where}: the checksum is right, but the content is not a valid record of a registry. A newer "
+                f"version of Rheostat may have written it: {error}"
+            ) from error
         if record.number != number:
             raise Damaged(
-                f"{where}: the file contains record {record.number} instead. Restore it from a copy of the store."
+                f"{where}: the file contains record {record.number} instead of this one. Restore the file from a copy "
+                "of the store."
             )
         return record
 
@@ -157,6 +161,6 @@ def open_existing_registry(store_uri: str, name: str) -> Registry:
     names = registries(store_uri)
     if name not in names:
         raise BadInput(
-            f"there is no registry {name!r} in {store_uri!r}; existing registries: {', '.join(names) or 'none'}"
+            f"there is no registry {name!r} in {store_uri!r}. Existing registries: {', '.join(names) or 'none'}"
         )
     return open_registry(store_uri, name)

@@ -47,7 +47,10 @@ def fetch_address(address: str) -> Path:
         reason = " ".join(str(error).split())[:200]
         raise BadInput(f"{address} cannot be read: {reason}. Check the address and your credentials") from error
     if not paths:
-        raise BadInput(f"{address} does not exist: there is neither a file nor a directory with files at this address")
+        raise BadInput(
+            f"{address} does not exist: there is neither a file nor a directory with files at this address. Check the "
+            "address"
+        )
     for other in target.rglob("*") if not is_file else ():
         if other.is_file() and other not in paths.values():
             other.unlink(missing_ok=True)

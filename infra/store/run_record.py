@@ -67,9 +67,9 @@ def read_record(store: Objects, name: str) -> RunRecord:
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
-            f"run {name!r}: the record names the fingerprint {record.fingerprint}, but the configuration in it has "
-            f"the fingerprint {fingerprint_of(record.config)}. The file was edited. Restore it from a copy of the "
-            "store."
+            f"run {name!r}: the record names the fingerprint {record.fingerprint}, but the configuration in the "
+            f"record has the fingerprint {fingerprint_of(record.config)}, so the file was edited. Restore it from a "
+            "copy of the store."
         )
     return record
 

@@ -116,7 +116,7 @@ class Run:
         Raises BadInput if the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
-            raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")
+            raise BadInput(f"run {self.name!r} has no epoch (lock period) {epoch}. Its epochs are 1 to {newest}")
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
@@ -219,7 +219,7 @@ class Run:
         if winner is None:
             if absent is not None:
                 where = f"manifest {manifest.key!r} of run {self.name!r}"
-                raise Damaged(f"{where} cannot be committed: {absent!r} is not in the store")
+                raise Damaged(f"{where} cannot be committed, because its object {absent!r} is not in the store")
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -230,8 +230,8 @@ class Run:
         self._expected.pop(manifest.key, None)
         if winner.digest != manifest.digest:
             raise Conflict(
-                f"manifest {manifest.key!r} of run {self.name!r} was committed with digest {winner.digest} under epoch "
-                f"{winner.provenance.epoch}, but epoch {self.epoch} computed digest {manifest.digest}"
+                f"manifest {manifest.key!r} of run {self.name!r} was already committed with digest {winner.digest}, "
+                f"but epoch {self.epoch} computed {manifest.digest}. Have code, libraries or data changed?"
             )
         return winner
 
@@ -239,12 +239,12 @@ class Run:
         """Raise Fenced if another process may have locked the run, so that this process may no longer write. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
-            raise BadInput(f"run {self.name!r} is only open for reading. Call lock() or join() before commits.")
+            raise BadInput(f"run {self.name!r} is open for reading only. Call lock() or join() before you commit")
         self.check_lock()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            why = f"another process has epoch {newest}" if newest > self.epoch else "the run was deleted from the store"
-            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, {why}")
+            why = "another process has locked the run" if newest > self.epoch else "the run was deleted"
+            raise Fenced(f"run {self.name!r}: epoch {self.epoch} of this process is over, because {why}")
         self.check_lock()
 
     def check_lock(self) -> None:
@@ -263,7 +263,7 @@ class Run:
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, deferred)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
-            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: {absent!r} was deleted before the commit")
+            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: another process has deleted {absent!r}")
 
     def write_entry(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write a journal entry, unless the key already has one. Return the stored entry. The journal contains
@@ -280,7 +280,7 @@ class Run:
         another record."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
-            raise Conflict(f"{key!r} of run {self.name!r}: another process wrote a different record first")
+            raise Conflict(f"{key!r} of run {self.name!r}: another process has already written a different record")
 
     def find_entry(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal entry (measurement or decision) with this key, or None if there is none."""
@@ -305,8 +305,8 @@ class Run:
         manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
-                f"manifest {key!r} of run {self.name!r} was created under the configuration {manifest.run}, but the "
-                f"record of the run names {self.record.fingerprint}. Restore run.json from a copy of the run."
+                f"manifest {key!r} of run {self.name!r} was created by a configuration with fingerprint "
+                f"{manifest.run}, but run.json names {self.record.fingerprint}. Restore run.json from a copy."
             )
         return self._remember(manifest)
 
@@ -369,7 +369,7 @@ def open_run(store_uri: str, name: str) -> Run:
     """Open an existing run for reading. Raises BadInput if the run does not exist."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
-        raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_join_names(list_runs(store_uri))}")
+        raise BadInput(f"there is no run {name!r} in {store_uri!r}. Existing runs: {_join_names(list_runs(store_uri))}")
     return Run(store, read_record(store, name))
 
 
@@ -383,17 +383,17 @@ def list_runs(store_uri: str) -> list[str]:
 def run_store(store_uri: str, name: str) -> Store:
     """Open the directory of a run as a separate store. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
-        allowed = "Use up to 64 of a-z 0-9 . _ - with a letter or digit first, and without '..'."
-        raise BadInput(f"run name {name!r} is not valid. {allowed}")
+        allowed = "Use up to 64 characters (a-z 0-9 . _ -) without '..', starting with a letter or digit."
+        raise BadInput(f"the run name {name!r} is not valid. {allowed}")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
 
 
 def _holder(store: Objects) -> str:
     try:
         holder = json.loads(store.read(LOCK))
-        return f"process {holder['pid']} on {holder['host']}"
+        return f"process {holder['pid']} on {holder['host']}. Wait until it ends, or stop it"
     except ValueError:  # the process has the lock but has not written its name yet
-        return "a process that is just starting"
+        return "a process that is just starting. Wait until it ends, or stop it"
 
 
 def _join_names(names: list[str]) -> str:

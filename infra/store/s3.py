@@ -253,7 +253,7 @@ def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float 
         lease_seconds = read_number_variable("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
     bucket, _, prefix = uri.removeprefix("s3://").rstrip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
-        raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")
+        raise BadInput(f"store {uri!r} must have the form s3://bucket/prefix")
     return S3Store(_open_bucket(bucket, prefix, timeouts=timeouts), open_cache(), lease_seconds)
 
 
@@ -294,7 +294,10 @@ def _profile(environment: Mapping[str, str]) -> "S3Config":
     settings = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
     if "aws_access_key_id" not in settings:
         files_read = f"{credentials_path} or {config_path}"
-        raise BadInput(f"AWS_PROFILE is {name!r}, but this profile has no aws_access_key_id in {files_read}. Add it.")
+        raise BadInput(
+            f"AWS_PROFILE is {name!r}, but this profile has no aws_access_key_id in {files_read}. Add the key to the "
+            "profile, or set another profile."
+        )
     config: S3Config = {
         "access_key_id": settings["aws_access_key_id"],
         "secret_access_key": settings.get("aws_secret_access_key", ""),

@@ -130,7 +130,10 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
         return table
     if absent := [name for name in columns if name not in table.column_names]:
         found = ", ".join(table.column_names)
-        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected the column {absent[0]!r}, found {found}")
+        raise Damaged(
+            f"shard {ref.key!r} in {store.uri} must have the column {absent[0]!r}, but it has {found}. Restore the "
+            "file from a copy of the store."
+        )
     return table.select(list(columns))
 
 
@@ -184,8 +187,8 @@ def _verify(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     found = _digest(path)
     if found != ref.digest:
         raise Damaged(
-            f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}. Restore the file from a "
-            "copy of the store."
+            f"shard {ref.key!r} in {store.uri} must have the digest {ref.digest}, but it has {found}. Restore the "
+            "file from a copy of the store."
         )
     return _check_table(store, ref, path)
 
@@ -199,7 +202,10 @@ def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     newest = FIRST_VERSION if kind is None else kind.version
     check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where, newest=newest)
     if table.num_rows != ref.rows:
-        raise Damaged(f"{where}: expected {ref.rows} rows, found {table.num_rows}. Restore the file from a copy.")
+        raise Damaged(
+            f"{where}: the shard must have {ref.rows} rows, but it has {table.num_rows}. Restore the file from a copy "
+            "of the store."
+        )
     return table
 
 
@@ -288,8 +294,8 @@ def _find_sized(store: Store, ref: ShardRef) -> Path:
     path = store.local_path(ref.key)  # one request if the store is remote
     if (size := path.stat().st_size) != ref.bytes:
         raise Damaged(
-            f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}. Restore the file from a copy "
-            "of the store."
+            f"shard {ref.key!r} in {store.uri} must have {ref.bytes} bytes, but it has {size}. Restore the file from "
+            "a copy of the store."
         )
     return path
 
@@ -301,7 +307,8 @@ def _decode(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as error:
         raise Damaged(
-            f"shard {ref.key!r} in {store.uri}: the digest is right, but the file is not an Arrow file"
+            f"shard {ref.key!r} in {store.uri}: the digest is correct, but the file is not an Arrow file. A newer "
+            "version of Rheostat may have written it"
         ) from error
 
 
@@ -309,7 +316,10 @@ def _encode(table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> byt
     import pyarrow as pa
 
     if any(key.startswith(_OWN) for key in metadata):
-        raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are reserved")
+        raise BadInput(
+            f"the metadata of a shard contains {sorted(metadata)}, but names that start with {_OWN!r} are reserved. "
+            "Use other names"
+        )
     version = _KINDS[kind].version if kind in _KINDS else FIRST_VERSION
     own = {"schema_version": str(version), "kind": kind, "rows": str(table.num_rows)}
     merged = {**metadata, **{_OWN + key: value for key, value in own.items()}}

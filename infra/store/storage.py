@@ -169,14 +169,14 @@ class Store(Objects, LocalFiles, Leases, Protocol):
     """Complete interface of a store. Functions that need only a part of it use one of its base protocols."""
 
 
-URI_FORMS = "expected a path, file:// or s3://bucket/prefix"
+URI_FORMS = "write a path, file:///path or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
     """Open the store at a path, or at a file:// or s3:// address. Nothing is written until the first object is put.
     Raises BadInput if the address is not valid or is a file."""
     if not uri or "::" in uri:
-        raise BadInput(f"store {uri!r}: {URI_FORMS}, without '::' chains")
+        raise BadInput(f"store {uri!r} is not a valid address: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return _open_local(Path(uri).expanduser().resolve())
@@ -186,9 +186,9 @@ def open_store(uri: str) -> Store:
         return open_s3(uri)
     parts = urlsplit(uri)
     if scheme != "file":
-        raise BadInput(f"store {uri!r}: {URI_FORMS}")
+        raise BadInput(f"store {uri!r} is not a valid address: {URI_FORMS}")
     if parts.netloc not in ("", "localhost"):
-        raise BadInput(f"store {uri!r}: a file:// address has no host. Use file:///absolute/path.")
+        raise BadInput(f"store {uri!r}: a file:// address must not contain a host. Write file:///absolute/path.")
     return _open_local(Path(url2pathname(parts.path)).resolve())
 
 
@@ -208,7 +208,7 @@ def is_key(key: str) -> bool:
 def check_key(key: str) -> None:
     """Raise BadInput if a key is not valid, for example because it contains `..` or begins with a dot."""
     if not is_key(key):
-        raise BadInput(f"key {key!r} is not valid: expected parts like {_SEGMENT} joined by '/', without '..'")
+        raise BadInput(f"the key {key!r} is not valid. Keys are parts like {_SEGMENT} joined by '/', without '..'")
 
 
 @dataclass(frozen=True, slots=True)

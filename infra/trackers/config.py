@@ -63,7 +63,7 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
         def _holds_no_password(cls, uri: str | None) -> str | None:
             if uri is not None and urlsplit(uri).password is not None:
                 raise ValueError(
-                    "expected an address without a password. Set the address with the password in the environment "
+                    "the address must not contain a password. Set the address with the password in the environment "
                     "variable MLFLOW_TRACKING_URI instead."
                 )
             return uri

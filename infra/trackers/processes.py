@@ -153,7 +153,10 @@ class MirrorProcess:
                 self.reports.put(report.validate_json(line))
         if (code := process.wait()) != 0:
             self.reports.put(
-                MirrorReport(tracker=self.name, problem=f"the process of the tracker ended with exit code {code}")
+                MirrorReport(
+                    tracker=self.name,
+                    problem=f"the process that sends metrics to this tracker ended with exit code {code}",
+                )
             )
 
 
@@ -190,7 +193,7 @@ class TrackerProcesses:
 
 
 def _last(mirror: MirrorProcess) -> MirrorReport:
-    silent = MirrorReport(tracker=mirror.name, problem="the process of the tracker did not respond")
+    silent = MirrorReport(tracker=mirror.name, problem="the process that sends metrics to this tracker did not respond")
     last = mirror.last or silent
     return last if last.is_over or last.problem else last.model_copy(update={"problem": silent.problem})
 

@@ -28,24 +28,25 @@ from models.records.columns import Floats, Mask
 
 @dataclass(frozen=True, slots=True)
 class RequiredModels:
-    """Auxiliary models whose per-token outputs must be computed before credit."""
+    """Auxiliary models (reference, critic, teacher) that must score every token before advantages can be computed."""
 
     reference: bool
-    """Whether log-probs under the initial policy are needed, for a KL penalty in the reward."""
+    """Whether log-probs under the reference (the initial policy) are needed, for a KL penalty in the reward."""
     critic: bool
-    """Whether values predicted by the critic are needed."""
+    """Whether the values that the critic predicts for every token are needed."""
     teacher: bool
-    """Whether log-probs under the teacher are needed, together with log-probs of the policy as computed by the
-    trainer."""
+    """Whether the log-probs under the teacher are needed for distillation. The trainer then also computes log-probs
+    under the policy, to compare both."""
 
     @property
     def any(self) -> bool:
-        """Whether any auxiliary model is needed."""
+        """Whether at least one auxiliary model is needed."""
         return any(astuple(self))
 
 
 def required_models(algorithm: Algorithm) -> RequiredModels:
-    """Return the auxiliary models whose outputs for every token the algorithm needs."""
+    """Return which auxiliary models (reference, critic, teacher) must score every token before this algorithm can
+    compute advantages."""
     return RequiredModels(
         reference=algorithm.reward_kl is not None,
         critic=algorithm.value_model is not None,
@@ -54,15 +55,19 @@ def required_models(algorithm: Algorithm) -> RequiredModels:
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raise BadInput if the algorithm's functions cannot be imported or do not accept the required arguments."""
+    """Raise BadInput if a Python function that implements the algorithm cannot be imported or does not accept the
+    required arguments."""
     for name, parameters in algorithm.functions().items():
         target = getattr(algorithm, name)
         check_function(target, *parameters, where=f"algorithm {algorithm.label!r}: {name} {target!r}")
 
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:
-    """Compute the advantage of each token (T), including distillation. Tokens of completions without a reward get
-    NaN."""
+    """Compute the advantage of each completion token (T) with the configured algorithm, plus the distillation term if
+    distillation is on.
+
+    Tokens of completions without a reward get NaN.
+    """
     advantages = cast(AdvantageFunction, implementation_of(algorithm))(experience, algorithm)
     advantages_T = advantages.advantages_T
     metrics = {**advantages.metrics, **shaping_metrics(experience, algorithm, algorithm.reward_kl)}
@@ -73,15 +78,16 @@ def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages
 
 
 def informative_groups(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
-    """Return a mask of the groups that the algorithm can learn from, given their rewards before penalties (G)."""
+    """Return a mask of the groups whose rewards, before any penalty is subtracted, give the algorithm a training signal
+    (G)."""
     is_informative = find_target(algorithm.informative, where=f"{algorithm.label!r}")
     return cast(InformativeFunction, is_informative)(scored, algorithm)
 
 
 def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) -> Mask:
-    """Return a mask of the groups whose completions have different raw scores in the reward term `metric` (G).
+    """Return a mask of the groups whose completions have different raw scores in the reward term named `metric` (G).
 
-    For algorithms that give credit to steps, groups whose steps have different values are included.
+    If the algorithm assigns credit to steps, groups whose steps have different values are included too.
     """
     raw_N = next(term.rewards_N for term in scored.terms if term.name == metric)
     raw_N = np.where(scored.is_scored, raw_N, np.nan)
@@ -90,20 +96,21 @@ def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) 
 
 
 def rewards_earn_nothing(experience: Experience, algorithm: DistillationOnly) -> Advantages:
-    """Return advantages of 0 for all tokens, because rewards do not train the policy in this algorithm (only
-    distillation does)."""
+    """Return an advantage of 0 for every token. Used if the policy is trained by distillation only, so that rewards
+    have no effect."""
     return Advantages(np.zeros(len(experience.logprobs_T)))
 
 
 def distillation(experience: Experience, settings: Distillation) -> Floats:
-    """Return coefficient x (log π_teacher - log π_student) for each token (T). It is exactly 0 if both log-probs are
-    equal."""
+    """Return the distillation term of each token's advantage, coefficient x (log π_teacher - log π_student) (T). The
+    term is exactly 0 if both log-probs are equal."""
     opinion_T: Floats = settings.coefficient * _preference(experience)
     return opinion_T
 
 
 def distillation_metrics(experience: Experience) -> dict[str, float]:
-    """Return an estimate of KL(student ‖ teacher) in nats per token, over the completions that have a reward."""
+    """Return the metric `teacher_kl`: an estimate of KL(student ‖ teacher) in nats per token, over the completions that
+    have a reward. Empty if there are no such completions."""
     scored = experience.scored
     divergence_T = -_preference(experience)[np.repeat(scored.is_scored, scored.lengths_N)]
     return {"teacher_kl": float(divergence_T.mean())} if len(divergence_T) else {}

@@ -13,11 +13,11 @@ from models.records.columns import Floats, Mask
 
 
 def capo(experience: Experience, algorithm: Capo) -> Advantages:
-    """Compute rewards per token and normalize them over all completion tokens of the group.
+    """Compute a reward for each token, and normalize these rewards over all completion tokens of the group.
 
-    The value of a flagged step is -1, which lowers the rewards of its tokens. Long completions have more influence on
-    the mean, because each of their tokens counts. If all tokens of a group have the same reward, their advantages are
-    0.
+    The reward of a token is the reward of its completion plus the weighted value of its step, which is -1 if the step
+    was flagged as wrong. The mean and standard deviation weight all tokens equally, so long completions influence them
+    more. If all tokens of a group have the same reward, their advantages are 0.
     """
     scored = experience.scored
     outcome_N = scored.outcomes() - penalties(experience, algorithm)
@@ -31,12 +31,13 @@ def capo(experience: Experience, algorithm: Capo) -> Advantages:
 
 
 def informative(scored: ScoredGroups, algorithm: Capo) -> Mask:
-    """Return a mask of the groups in which rewards of tokens differ (G)."""
+    """Return a mask of the groups in which not all tokens have the same reward, before penalties (G)."""
     return _tokens_differ(scored, _token_rewards(scored, scored.outcomes()))
 
 
 def steps_differ(scored: ScoredGroups) -> Mask:
-    """Return a mask of the groups in which some process reward gives tokens different values (G)."""
+    """Return a mask of the groups whose tokens have different values in at least one process reward (a reward of steps,
+    tokens or turns) (G)."""
     differ_G = np.zeros(scored.num_groups, np.bool_)
     missing_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:

@@ -14,32 +14,34 @@ from models.records.columns import Floats, Integers, Mask
 
 @dataclass(frozen=True, slots=True)
 class SpanColumns:
-    """Values that a process reward gives to spans of tokens, such as the steps, tokens or turns of completions."""
+    """Values of one process reward, which scores spans of tokens (the steps, tokens or turns of completions)."""
 
     starts_S: Integers
     """Index of each span's first token within its completion. A span ends where the next one begins."""
     counts_N: Integers
-    """Number of spans of each completion. It is 0 if this reward term has no value for the completion."""
+    """Number of spans of each completion. It is 0 if the process reward has no values for the completion."""
     values_S: Floats
     """Reward of each span, in the order of the spans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Values of one reward term for all completions."""
+    """Values of one reward term (one of the weighted rewards that are summed) for all completions."""
 
     name: str
     """Name of the reward term."""
     weight: float
     """Weight of the term in the total reward."""
     rewards_N: Floats
-    """Reward of each completion. For a process reward, the aggregate of the values of its spans."""
+    """Reward of each completion. For a process reward, the values of the completion's spans combined into one
+    number."""
     spans: SpanColumns | None = None
-    """Values of steps, tokens or turns if this is a process reward. None for a reward of whole completions."""
+    """Values of the steps, tokens or turns if this term is a process reward. None if the term scores whole
+    completions."""
     shift: float = 0.0
-    """Number subtracted from each reward of the term."""
+    """Number subtracted from each reward of the term, before division by `scale`."""
     scale: float = 1.0
-    """Number by which each shifted reward is divided."""
+    """Number by which each reward of the term is divided after `shift` was subtracted."""
 
     @property
     def standardized(self) -> Floats:
@@ -49,22 +51,23 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroups:
-    """Rewards of all completions, and the group to which each completion belongs."""
+    """Rewards of all completions, with the group (all completions of one prompt) to which each completion belongs."""
 
     prompts_G: Integers
-    """Row number of each group's prompt in the list of prompts, in ascending order."""
+    """Row number of each group's prompt in the list of prompts, ascending."""
     group_N: Integers
     """Index of the group of each completion. Completions of different groups may be interleaved."""
     lengths_N: Integers
     """Number of completion tokens of each completion."""
     total_N: Floats
-    """Total reward of each completion: the weighted sum of all terms."""
+    """Total reward of each completion, which is the weighted sum of all reward terms. NaN if the completion has no
+    reward."""
     terms: tuple[Term, ...]
-    """Values of each reward term, before they are weighted."""
+    """Values of each reward term, before multiplication by the term's weight."""
 
     @property
     def num_groups(self) -> int:
-        """Number of groups, including groups without any reward."""
+        """Number of groups, including groups in which no completion has a reward."""
         return len(self.prompts_G)
 
     @property
@@ -75,12 +78,13 @@ class ScoredGroups:
 
     @property
     def is_scored(self) -> Mask:
-        """Whether each completion has a reward (N)."""
+        """Mask of the completions that have a total reward (N)."""
         scored_N: Mask = np.isfinite(self.total_N)
         return scored_N
 
     def outcomes(self) -> Floats:
-        """Return the weighted sum of the terms that score whole completions and not parts of them (N)."""
+        """Return each completion's weighted sum of the reward terms that score whole completions (N). Process rewards,
+        which score steps, tokens or turns, are excluded."""
         outcome_N = np.where(self.is_scored, 0.0, np.nan)
         for term in self.terms:
             if term.spans is None:
@@ -90,61 +94,65 @@ class ScoredGroups:
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryScores:
-    """Outputs of auxiliary models for every token. An output that the algorithm does not need is None. Log-probs are in
-    nats."""
+    """Outputs of auxiliary models (reference, critic, teacher) for every token. An output that the algorithm does not
+    need is None. Log-probs are in nats."""
 
     policy_T: Floats | None = None
-    """Log-probs under the policy before the update, computed by the trainer."""
+    """Log-prob of each token under the policy before the update, computed by the trainer."""
     reference_T: Floats | None = None
     """Log-prob of each token under the reference, which is the initial policy."""
     teacher_T: Floats | None = None
     """Log-prob of each token under the teacher, for distillation."""
     values_T: Floats | None = None
-    """Return that the critic predicts for each token, given the tokens before it."""
+    """Expected return that the critic predicts at each token, given the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """Data of an iteration from which an algorithm computes advantages."""
+    """Inputs from which an algorithm computes the advantages of one iteration."""
 
     scored: ScoredGroups
-    """Rewards of the completions, with their groups."""
+    """Rewards of the completions, with the group of each completion."""
     logprobs_T: Floats
     """Log-prob of each token under the policy that generated the token, in nats."""
     counted_N: Mask
-    """Whether each completion is trained on. Statistics for normalizing over the batch cover only these completions."""
+    """Mask of the completions that are trained on with a weight in the loss. Statistics for normalizing over the batch
+    cover only these completions."""
     """Per-token outputs of auxiliary models."""
     auxiliary_scores: AuxiliaryScores = AuxiliaryScores()
     max_new_tokens: int = 0
-    """Maximum length of completions in tokens."""
+    """Maximum length of completions in tokens, from which the length penalty is computed."""
     kl_coefficient: float = 0.0
     """Current coefficient of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Result of an algorithm: advantages of all tokens, and returns if there is a critic."""
+    """Output of an algorithm: the advantages of all tokens, and the returns if there is a critic."""
 
     advantages_T: Floats
     """Advantage of each token."""
     returns_T: Floats | None = None
-    """Return of each token, which is the critic's training target. None without a critic."""
+    """Return (sum of future rewards) of each token, on which the critic is trained. None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Additional metrics that the algorithm reports."""
+    """Additional metrics that the algorithm reports, by name."""
 
 
 class AdvantageFunction(Protocol):
-    """Pure function that computes the advantages of an iteration for one algorithm. `token_advantages` calls it."""
+    """Pure function that implements one algorithm: it computes the advantages of an iteration. `token_advantages` calls
+    the function of the configured algorithm."""
 
     def __call__(self, experience: Experience, algorithm: Any, /) -> Advantages:  # noqa: ANN401 -- the algorithm's own class
-        """Return the advantage of each token, or NaN for tokens of completions without a reward."""
+        """Return the advantage of each token, or NaN for tokens of completions without a reward. `algorithm` contains
+        the settings of the algorithm."""
         ...
 
 
 class InformativeFunction(Protocol):
-    """Pure function that selects the informative groups for one algorithm, from rewards before penalties.
-    `informative_groups` calls it."""
+    """Pure function that decides for one algorithm which groups give a training signal, from rewards before penalties.
+    `informative_groups` calls the function of the configured algorithm."""
 
     def __call__(self, scored: ScoredGroups, algorithm: Any, /) -> Mask:  # noqa: ANN401 -- the algorithm's own class
-        """Return a mask of the groups that the algorithm can learn from (G)."""
+        """Return a mask of the groups from which the algorithm can learn (G). `algorithm` contains the settings of the
+        algorithm."""
         ...

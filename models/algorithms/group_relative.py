@@ -20,9 +20,10 @@ from models.records.columns import Floats, Integers, Mask
 
 
 def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract the mean of the group from each reward (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    """Subtract from each reward the mean of its group (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
-    Groups with equal rewards get exactly 0, regardless of rounding in the mean.
+    `group_N` is the group index of each reward. Groups with equal rewards get exactly 0, regardless of rounding in the
+    mean.
 
     >>> dr_grpo(np.array([1.0, 0.0, 5.0]), np.array([0, 0, 1]), 2)
     array([ 0.5, -0.5,  0. ])
@@ -38,9 +39,10 @@ EPSILON = 1e-6
 
 
 def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract the group's mean and divide by its standard deviation (GRPO, arXiv 2402.03300, section 4.1.2).
+    """Subtract from each reward the mean of its group, and divide by the group's standard deviation (GRPO, arXiv
+    2402.03300, section 4.1.2).
 
-    Groups with equal rewards get 0.
+    `group_N` is the group index of each reward. Groups with equal rewards get 0.
 
     >>> grpo(np.array([1.0, 0.0, 5.0, 5.0]), np.array([0, 0, 1, 1]), 2).round(3)
     array([ 1., -1.,  0.,  0.])
@@ -51,7 +53,10 @@ def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 def grpo_over_batch(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract the group's mean and divide by the standard deviation of all rewards (Flow-GRPO, arXiv 2505.05470).
+    """Subtract from each reward the mean of its group, and divide by the standard deviation of all rewards of the batch
+    (Flow-GRPO, arXiv 2505.05470).
+
+    `group_N` is the group index of each reward.
 
     >>> grpo_over_batch(np.array([1.0, 0.0, 5.0, 6.0]), np.array([0, 0, 1, 1]), 2).round(3)
     array([ 0.196, -0.196, -0.196,  0.196])
@@ -62,9 +67,10 @@ def grpo_over_batch(rewards_N: Floats, group_N: Integers, num_groups: int) -> Fl
 
 
 def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract from each reward the mean of the other rewards of its group (RLOO, arXiv 2402.14740, eq. 8).
+    """Subtract from each reward the mean of the other rewards in its group (RLOO, arXiv 2402.14740, eq. 8).
 
-    This equals n / (n - 1) times the difference from the group's mean.
+    `group_N` is the group index of each reward. The result equals n / (n - 1) times the difference from the mean of a
+    group of n rewards.
 
     >>> rloo(np.array([3.0, 0.0, 0.0]), np.array([0, 0, 0]), 1)
     array([ 3. , -1.5, -1.5])
@@ -76,15 +82,15 @@ def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 Relative = Callable[[Floats, Integers, int], Floats]
-"""Function that computes advantages from rewards, the group index of each reward, and the number of groups. NaN stays
-NaN."""
+"""Function that computes an advantage for each reward, given the rewards, the group index of each reward, and the
+number of groups. The advantage of a reward of NaN is NaN."""
 
 
 def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantages:
-    """Compute the advantage of each completion within its group, and assign it to all tokens of the completion.
+    """Compute the advantage of each completion relative to its group, and assign it to all tokens of the completion.
 
-    If reward terms are normalized separately, the penalties for length and divergence are centered but not scaled,
-    because dividing them by their standard deviation would cancel their coefficients.
+    If each reward term is normalized separately, the penalties for length and divergence are centered but not divided
+    by their standard deviation, because the division would cancel their coefficients.
     """
     scored = experience.scored
     relative, penalties_N = _relative(algorithm), penalties(experience, algorithm, algorithm.kl)
@@ -100,7 +106,8 @@ def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantag
 
 
 def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
-    """Return a mask of the groups whose rewards, before penalties, give advantages other than 0 (G)."""
+    """Return a mask of the groups in which at least one completion has an advantage other than 0, computed from rewards
+    before penalties (G)."""
     if algorithm.combine == "sum_then_normalise":
         return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
     teaches_N = np.abs(_sum_of_terms(scored, _relative(algorithm))) >= MIN_STD
@@ -121,15 +128,16 @@ def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
 
 
 def reinforce_pp(experience: Experience, algorithm: ReinforcePlusPlus) -> Advantages:
-    """Compute the discounted sum of rewards from each token to the end, and normalize these sums over all trained
-    tokens."""
+    """Compute, for each token, the discounted sum of rewards from the token to the end of its completion, and normalize
+    these sums over all trained tokens (REINFORCE++)."""
     lengths_N = experience.scored.lengths_N
     sums_T = discounted_sums(token_rewards(experience, algorithm, algorithm.kl), lengths_N, algorithm.gamma)
     return Advantages(normalize_tokens(sums_T, lengths_N, experience.counted_N))
 
 
 def reinforce_pp_baseline(experience: Experience, algorithm: ReinforcePlusPlusBaseline) -> Advantages:
-    """Subtract the mean of its group from each reward, and normalize the differences over all trained tokens."""
+    """Subtract from each completion's reward the mean of its group, assign the difference to all tokens of the
+    completion, and normalize over all trained tokens (REINFORCE++ with baseline)."""
     scored = experience.scored
     centred_N = dr_grpo(scored.total_N - penalties(experience, algorithm), scored.group_N, scored.num_groups)
     centred_T = np.repeat(centred_N, scored.lengths_N)

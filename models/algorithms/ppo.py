@@ -16,9 +16,10 @@ from models.records.columns import Floats, Integers
 def compute_generalized_advantages(
     rewards_T: Floats, values_T: Floats, lengths_N: Integers, *, gamma: float, lam: float
 ) -> Floats:
-    """Return the generalized advantages Σ_k (γλ)^k δ_{t+k}, where δ_t = r_t + γ V_{t+1} - V_t (T).
+    """Return the generalized advantage estimates (GAE) Σ_k (γλ)^k δ_{t+k}, where δ_t = r_t + γ V_{t+1} - V_t (T).
 
-    The value after the last token of a completion is 0.
+    `rewards_T` and `values_T` are concatenated over completions with `lengths_N` tokens. The value V after the last
+    token of a completion is 0.
     """
     deltas_T = rewards_T - values_T
     next_T = np.zeros_like(deltas_T)
@@ -30,9 +31,9 @@ def compute_generalized_advantages(
 
 
 def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
-    """Compute advantages from rewards and the critic's values, and the returns on which the critic is trained.
+    """Compute advantages from token rewards and the critic's values, and the returns on which the critic is trained.
 
-    Returns are advantages plus values, computed before advantages are normalized.
+    The return of a token is its advantage plus its value, computed before advantages are normalized.
     """
     values_T, lengths_N = experience.auxiliary_scores.values_T, experience.scored.lengths_N
     assert values_T is not None, "PPO needs the critic's values"

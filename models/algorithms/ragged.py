@@ -14,7 +14,7 @@ from models.config.algorithms import Algorithm
 from models.records.columns import Floats, Integers, Mask
 
 MIN_STD = 1e-6
-"""Standard deviation below which values are treated as equal."""
+"""Standard deviation below which the values of a group or batch are treated as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,16 @@ class GroupStatistics:
 
     @property
     def differ(self) -> Mask:
-        """Whether the values of each group differ: there are at least two, and not all are equal (G)."""
+        """Mask of the groups that have at least two values which are not all equal (G)."""
         differ_G: Mask = (self.count_G >= 2) & (self.std_G >= MIN_STD)
         return differ_G
 
 
 def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> GroupStatistics:
-    """Return the statistics of the values of each group.
+    """Return count, mean and standard deviation of the values in each group.
 
-    `group_N` is the index of the group of each value; groups may be interleaved. A group without values has 0 in all
-    statistics.
+    `group_N` is the index of each value's group. Groups may be interleaved. NaN values are ignored, and a group without
+    values has 0 in all statistics.
     """
     is_finite_N = np.isfinite(values_N)
     if not is_finite_N.all():
@@ -55,13 +55,15 @@ def rewards_differ(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
 
 
 def last_tokens(lengths_N: Integers) -> Integers:
-    """Return the index, among all tokens, of the last token of each completion that has tokens."""
+    """Return the position of each completion's last token in the concatenated tokens. Completions without tokens are
+    skipped."""
     last_N: Integers = np.cumsum(lengths_N)[lengths_N > 0] - 1
     return last_N
 
 
 def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
-    """Return the sum of the values of each completion's tokens (N)."""
+    """Return the sum of the token values of each completion (N). `values_T` is the concatenation over completions with
+    `lengths_N` tokens."""
     row_T = np.repeat(np.arange(len(lengths_N)), lengths_N)
     return np.bincount(row_T, weights=values_T, minlength=len(lengths_N)).astype(np.float64)
 
@@ -69,9 +71,9 @@ def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
 def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
     """Return, for each token, the discounted sum of the values from this token to the end of its completion (T).
 
-    A value k tokens later is multiplied by factor^k. Completions are sorted by descending length, so that each step
-    backwards from the ends covers only completions that are long enough. There is one numpy call per token of the
-    longest completion, and the total work is proportional to the number of tokens.
+    A value k tokens later is multiplied by factor^k. The sums are computed backwards for all completions at once, with
+    one numpy call per token of the longest completion. Completions are sorted by descending length, so that each call
+    covers only the completions that are long enough, and the total work is proportional to the number of tokens.
     """
     order_N = np.argsort(-lengths_N, kind="stable")
     last_N = (np.cumsum(lengths_N) - 1)[order_N]
@@ -86,10 +88,10 @@ def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Flo
 
 
 def normalize_tokens(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
-    """Subtract the mean and divide by the population standard deviation, both computed over the tokens of the
-    completions in `counted_N`.
+    """Subtract a mean from all values and divide them by a population standard deviation. Mean and standard deviation
+    are computed over the tokens of the completions in `counted_N`.
 
-    Returns 0 for all tokens if these values are equal.
+    Returns 0 for all tokens if the values of these completions are equal or if there are none.
     """
     counted_T = values_T if counted_N.all() else values_T[np.repeat(counted_N, lengths_N)]
     if not len(counted_T):
@@ -103,7 +105,8 @@ def normalize_tokens(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> 
 
 
 def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Integers]:
-    """Return, for each span, the index of its first token and the index after its last token, among all tokens."""
+    """Return, for each span, the position of its first token and the position after its last token. Positions are
+    indices into the concatenated tokens of all completions."""
     begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
     ends_S = np.empty_like(begins_S)
     ends_S[:-1] = begins_S[1:]
@@ -124,7 +127,8 @@ def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
 
 
 def values_on_last_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Return an array over all tokens (T) with the value of each span at the span's last token, and 0 elsewhere."""
+    """Return an array over all tokens (T) that contains the value of each span at the span's last token, and 0 at all
+    other tokens."""
     _, ends_S = span_bounds(spans, lengths_N)
     values_T = np.zeros(int(lengths_N.sum()))
     values_T[ends_S - 1] = spans.values_S

@@ -16,8 +16,11 @@ from models.records.columns import Floats, Integers
 
 
 def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: int) -> Floats:
-    """Return the length penalty of each completion (N; DAPO, arXiv 2503.14476, eq. 13). It rises from 0 at the
-    beginning of the buffer to `overlong.penalty` at the limit."""
+    """Return the length penalty of each completion (N; DAPO, arXiv 2503.14476, eq. 13).
+
+    The penalty is 0 up to `overlong.buffer` tokens below the limit `max_new_tokens`, and rises linearly to
+    `overlong.penalty` at the limit.
+    """
     assert max_new_tokens >= 1, "a penalty near the limit needs the limit"
     share_N: Floats = np.clip((lengths_N - (max_new_tokens - overlong.buffer)) / overlong.buffer, 0.0, 1.0)
     return overlong.penalty * share_N
@@ -26,7 +29,8 @@ def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: in
 def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2", "k3"]) -> Floats:
     """Return an estimate of KL(behavior ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence").
 
-    For k3, log-ratios are clamped at ±20 before they are exponentiated.
+    The behavior policy is the one that generated the tokens. For kind k3, log-ratios are clamped at ±20 before they are
+    exponentiated.
     """
     log_ratio_T = logprobs_T - reference_T
     match kind:
@@ -40,8 +44,8 @@ def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2"
 
 
 def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None = None) -> Floats:
-    """Return the total penalty of each completion (N): for its length and, if `kl` is set, for the divergence of its
-    tokens."""
+    """Return the total penalty of each completion (N): the penalty for its length, if the algorithm has one, plus the
+    penalty for its tokens' divergence from the reference, if `kl` is not None."""
     lengths_N = experience.scored.lengths_N
     penalties_N = np.zeros(len(lengths_N))
     if algorithm.overlong is not None:
@@ -54,8 +58,9 @@ def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None 
 def token_rewards(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> Floats:
     """Return the reward of each token (T).
 
-    The reward of a token is minus its divergence penalty, plus the weighted values of spans that end at the token. The
-    last token of a completion also gets the rewards of the whole completion minus the length penalty.
+    The reward of a token is minus its divergence penalty, plus the weighted values of the spans (steps, tokens or
+    turns) that end at the token. The last token of a completion additionally gets the reward of the whole completion
+    minus the length penalty.
     """
     scored, lengths_N = experience.scored, experience.scored.lengths_N
     rewards_T = np.zeros(int(lengths_N.sum()))
@@ -70,8 +75,8 @@ def token_rewards(experience: Experience, algorithm: Algorithm, kl: RewardKl | N
 
 
 def shaping_metrics(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> dict[str, float]:
-    """Return metrics of the length penalty and of the divergence. The metric `kl` is the mean divergence over the
-    tokens of completions that have a reward."""
+    """Return metrics of the length penalty and of the divergence from the reference. The metric `kl` is the mean
+    divergence over the tokens of completions that have a reward."""
     scored, metrics = experience.scored, dict[str, float]()
     if algorithm.overlong is not None and scored.is_scored.any():
         penalties_N = overlong_penalty(scored.lengths_N, algorithm.overlong, experience.max_new_tokens)
@@ -90,17 +95,17 @@ def _divergence(experience: Experience, kl: RewardKl) -> Floats:
 
 
 MAX_ERROR = 0.2
-"""Maximum absolute relative error to which the KL controller reacts (arXiv 1909.08593, section 2.2). Larger errors are
-clipped."""
+"""Limit of the relative error (kl / target − 1) in the KL controller (arXiv 1909.08593, section 2.2). Larger errors are
+clipped to ±MAX_ERROR."""
 
 
 def next_coefficient(coefficient: float, *, kl: float, completions: int, adaptive: AdaptiveKl) -> float:
-    """Return the KL coefficient of the next iteration. `kl` is the mean divergence per token of the last iteration,
-    `completions` its number of completions.
+    """Return the KL coefficient of the next iteration, which is adapted to keep the divergence near `adaptive.target`.
 
-    This is the proportional controller in log space of arXiv 1909.08593, section 2.2. The paper multiplies the
-    coefficient by 1 + error / horizon after each completion. This function multiplies it once by exp(error x
-    completions / horizon), which is nearly the same and stays positive for batches larger than the horizon.
+    `kl` is the mean divergence per token of the last iteration, and `completions` is its number of completions. This is
+    the proportional controller in log space of arXiv 1909.08593, section 2.2. The paper multiplies the coefficient by 1
+    + error / horizon after each completion. This function multiplies it once by exp(error x completions / horizon),
+    which is nearly the same and stays positive for batches larger than the horizon.
     """
     error = min(max(kl / adaptive.target - 1, -MAX_ERROR), MAX_ERROR)
     return coefficient * math.exp(error * completions / adaptive.horizon)

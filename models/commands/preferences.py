@@ -38,7 +38,10 @@ def check_preferences(
     for pair in train:
         with input_errors.collect(pair.source):
             if any((rule, pair.identity(rule)) in heldout_prompts for rule in (1, 2)):
-                raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
+                raise BadInput(
+                    f"{pair.source}: the prompt of this training pair is also a held-out problem, on which the policy "
+                    "is evaluated. Remove the pair, or remove the problem from the held-out data."
+                )
     input_errors.check()
     reading, drop_long, fitting = report_reading(preferences, "train", "heldout"), preferences.drops_long_pairs, []
     if inputs.dpo is not None:

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
-"""Parameter names that a configured policy loss must have: the positional ones and the keyword-only ones."""
+"""Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
+ones."""
 
 
 class Inputs(BaseModel):
@@ -168,7 +169,7 @@ def _check_rewards(inputs: Inputs) -> None:
 
 
 def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
-    """Raise BadInput if there are not enough problems for an iteration or an evaluation."""
+    """Raise BadInput if there are not enough problems for one iteration or for an evaluation."""
     prompts, evaluated = inputs.rollout.prompts, inputs.evaluation.problems
     check_sizes(inputs.data, counts, prompts=prompts, evaluated=evaluated, giving_way=inputs.giving_way)
 
@@ -181,7 +182,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         with input_errors.collect(problem.source):
             if problem.identity in training_problems:
                 raise BadInput(
-                    f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
+                    f"{problem.source}: this held-out problem is also a training problem. Remove it from one split."
                 )
     input_errors.check()
     if inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None:
@@ -195,7 +196,9 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                 try:
                     check_reference(problem.answer)
                 except ValueError as error:
-                    raise BadInput(f"{problem.source}: the {kind} reward cannot use the answer: {error}") from error
+                    raise BadInput(
+                        f"{problem.source}: reward {kind!r} cannot use the reference answer: {error}"
+                    ) from error
     input_errors.check()
 
 
@@ -244,8 +247,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
         check_turns(environment, tokenizer, tools, problems[0])
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
-        key = f"rollout.sampling.max_new_tokens {new_tokens}"
-        raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
+        key = f"rollout.sampling.max_new_tokens is {new_tokens}"
+        raise BadInput(f"{key}, but the policy's context is {shape.context_text}, so no prompt fits. Lower the key.")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.long_prompts
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
@@ -278,14 +281,15 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
-    """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
+    """Return the bytes that each rank needs for training the policy, for its reference model and for the largest
+    micro-batch, by purpose."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
     bytes_needed = resident_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
-            f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
-            "and lower update.microbatch_tokens to save memory."
+            f"update.activation_checkpointing is set, but transformers cannot recompute the layers of {model.kind}. "
+            "Remove the key, and lower update.microbatch_tokens to save memory."
         )
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}

@@ -24,15 +24,14 @@ from models.text.template_files import FOLDER
 MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
 LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "torch", "transformers")
-"""Libraries whose versions are part of a result's key, because preflight results depend on them."""
+"""Libraries whose versions are part of a cached result's key, because the results depend on them."""
 WHOLE_BYTES: Final = 2**26
-"""Maximum size, in bytes, of a file whose content is hashed into the key.
-
-Larger files are identified by their size and modification time."""
+"""Maximum size, in bytes, of a file whose content is hashed into the cache key. Larger files are identified by their
+size and modification time."""
 HEADER_BYTES: Final = 10**8
 """Maximum size, in bytes, of a safetensors header that is read. The library has the same limit."""
 PROJECT_ROOT: Final = Path(__file__).parents[2]
-"""Root directory of the source code. The code's digest is part of a result's key."""
+"""Root directory of the source code, whose digest is part of a cached result's key."""
 
 
 def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], CheckResult]) -> CheckResult:
@@ -81,7 +80,7 @@ def _store_check(directory: Path, key: str, result: CheckResult) -> None:
 
 
 def _paths(value: object) -> Iterator[Path]:
-    """Yield every path that occurs in the settings, at any depth."""
+    """Yield every file path that occurs in the settings, at any depth of nesting."""
     match value:
         case Path():
             if not is_on_hub(value):  # its address in the settings names the commit

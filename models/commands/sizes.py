@@ -56,17 +56,18 @@ def check_sizes(
     if prompts > max_prompts and not (max_prompts and PROMPTS in giving_way):
         if "scarce_part" not in counts:
             raise BadInput(
-                f"{PROMPTS} {prompts} exceeds the {max_prompts} training problems, and an iteration uses no problem "
-                f"twice. Lower {PROMPTS} to at most {max_prompts} or add problems."
+                f"{PROMPTS} is {prompts}, but there are only {max_prompts} training problems, and an iteration uses "
+                f"each problem at most once. Lower {PROMPTS} to at most {max_prompts}, or add problems."
             )
         part, have = int(counts["scarce_part"]), counts["scarce_problems"]
         share = data.weights[part] / sum(data.weights)
         raise BadInput(
-            f"data.sources[{part}]: its weight gives it {share * prompts:.1f} of {PROMPTS} {prompts}, but the source "
-            f"has only {have:.0f} problems. Lower its weight, or use at most {max_prompts} prompts."
+            f"data.sources[{part}]: the weight of this source requires {share * prompts:.1f} problems in each "
+            f"iteration ({PROMPTS} is {prompts}), but the source has only {have:.0f}. Lower its weight, or set "
+            f"{PROMPTS} to at most {max_prompts}."
         )
     if evaluated > heldout and EVALUATED not in giving_way:
         raise BadInput(
-            f"{EVALUATED} {evaluated} exceeds the {heldout} held-out problems. "
-            f"Set {EVALUATED}={heldout} or add held-out problems."
+            f"{EVALUATED} is {evaluated}, but only {heldout} problems are held out. Set {EVALUATED}={heldout}, or add "
+            "held-out problems."
         )

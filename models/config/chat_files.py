@@ -40,7 +40,10 @@ class ChatColumns(Settings):
     @classmethod
     def _require_free_names(cls, kwargs: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
         if taken := [name for name in RESERVED_KWARGS if name in kwargs]:
-            raise ValueError(f"{taken[0]!r} is always set by Rheostat. Remove it")
+            raise ValueError(
+                f"{taken[0]!r} must not be set in chat_template_kwargs, because Rheostat always sets this variable of "
+                "the chat template. Remove it"
+            )
         return kwargs
 
     @property

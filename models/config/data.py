@@ -231,7 +231,8 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     def _require_unique_columns(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
         if reserved := {"prompt", "answer"} & set(columns):
             raise ValueError(
-                f"{sorted(reserved)[0]!r} must not be listed: environments always receive prompt and answer. Remove it"
+                f"{sorted(reserved)[0]!r} must not be listed in environment_columns, because environments always "
+                "receive the prompt and the answer. Remove it"
             )
         if len(set(columns)) < len(columns):
             raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
@@ -241,7 +242,7 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     def _check_columns(self) -> Self:
         default = ProblemFile.model_fields["answer_column"].default
         if self.answer_columns and (self.answer_column or default) != default:
-            raise ValueError("answer_column and answer_columns cannot be combined. Remove one of them")
+            raise ValueError("answer_column and answer_columns are both set. Remove one of them")
         if self.rubric_column and "rubric" in self.environment_columns:
             raise ValueError("environment_columns must not list 'rubric', the name of the rubric. Remove it")
         return self
@@ -351,7 +352,7 @@ class DeduplicatedData(DataSource):
             *TextSettings.model_fields,
         ):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
-                raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
+                raise ValueError(f"source.{key} must not be set. Set {key} in the table that contains `source`")
         return self
 
     @property

@@ -134,7 +134,10 @@ class HeldoutConfig(Settings):
         """Yield a reason if all samples of a problem would be equal, because decoding is greedy. Pictures are exempt,
         because each starts from different noise."""
         if self.samples > 1 and self.temperature == 0 and denoising is None:
-            yield f"samples is {self.samples}, but at temperature 0 all are equal. Raise temperature, or use 1 sample"
+            yield (
+                f"samples is {self.samples}, but at temperature 0 all completions of a problem are equal. Raise "
+                "temperature, or set samples = 1"
+            )
 
 
 class EvaluationConfig(HeldoutConfig):

@@ -57,10 +57,10 @@ def build_sample_table(
 ) -> pa.Table:
     """Build the table of training samples, ordered by (prompt_row, sample).
 
-    `made` holds the advantages, `values_T` the critic's values. Completions in `kept_N` become samples. If the turns of
-    an episode have separate prompts, each turn is one sample, in the order of turns. A completion in `emptied_N` keeps
-    its prompt but has no completion tokens in its sample. It still counts towards the size of a minibatch, but not in
-    the loss, the KL penalty or their denominators.
+    `made` contains the advantages and returns, and `values_T` the critic's values. The completions in the mask `kept_N`
+    become samples. If the turns of an episode have separate prompts, each turn becomes one sample, in the order of
+    turns. For a completion in the mask `emptied_N`, the sample contains the prompt without completion tokens. Such a
+    sample counts towards the size of a minibatch, but not in the loss, the KL penalty or their denominators.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -83,11 +83,10 @@ def build_sample_table(
 def staleness(
     rollouts: pa.Table, lengths_N: Integers, policy_version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Return the age of each token (T): the number of versions between the policy that generated it and
-    `policy_version`.
+    """Return the age of each token (T): `policy_version` minus the version of the policy that generated the token.
 
-    Tokens of an environment have -1. Raises Damaged if the segments of a rollout do not add up to its tokens, or
-    contain a version after `policy_version`.
+    Tokens that an environment inserted have -1. Raises Damaged if the segments of a rollout (runs of tokens of one
+    policy version) do not add up to its tokens, or contain a version after `policy_version`.
     """
     segments = rollouts["segments"]
     row_S = np.repeat(np.arange(rollouts.num_rows), lengths_of(segments))
@@ -97,11 +96,14 @@ def staleness(
     if not np.array_equal(num_tokens_N, lengths_N):
         row = int(np.flatnonzero(num_tokens_N != lengths_N)[0])
         raise Damaged(
-            f"rollout {row} has {lengths_N[row]} tokens, but its segments have {num_tokens_N[row]:.0f} tokens in all"
+            f"row {row} of the rollout shards: the completion has {lengths_N[row]} tokens, but its segments (the "
+            f"parts that one policy version generated) have {num_tokens_N[row]:.0f} tokens in total. Restore the "
+            "shard from a copy of the run."
         )
     if len(versions_S) and versions_S.max() > policy_version:
         raise Damaged(
-            f"rollouts: tokens of policy version {versions_S.max()} are newer than policy version {policy_version}"
+            f"the rollout shards contain tokens of policy version {versions_S.max()}, but the newest policy of this "
+            f"iteration has version {policy_version}. Restore the shards of the iteration from a copy of the run."
         )
     stale_S = np.where(versions_S < 0, ENVIRONMENT, policy_version - versions_S)
     return np.repeat(stale_S.astype(np.int16), tokens_S)
@@ -114,9 +116,10 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 
 
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
-    """Return metrics of an iteration's rewards: counts, missing rewards, means and standard deviations.
+    """Return metrics of an iteration's rewards: numbers of completions, groups and missing rewards, and means and
+    standard deviations of rewards.
 
-    Metrics of groups cover only groups with at least two rewards. A mean over no values is omitted.
+    Metrics of groups cover only groups with at least two rewards. A mean is omitted if there are no values.
     """
     groups = group_statistics(scored.total_N, scored.group_N, scored.num_groups)
     missing, completions = int((~scored.is_scored).sum()), len(scored.total_N)
@@ -139,18 +142,19 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return the mean length in generated tokens and the truncated share of all completions.
-    Completions without a reward are included."""
+    """Return two metrics over all completions, with or without a reward: the mean number of generated tokens, and the
+    share of completions truncated at the length limit."""
     lengths_N = GeneratedTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
 
 ENDINGS: Final = (FinishReason.STOP, FinishReason.TURNS, FinishReason.LENGTH, FinishReason.FAILED)
-"""Finish reasons that an episode may have."""
+"""Finish reasons of episodes for which `turn_metrics` reports a share."""
 
 
 def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return the metrics of episodes, such as turns and tool calls. Empty if the completions are not episodes."""
+    """Return metrics of episodes, such as the mean numbers of turns and tool calls. Empty if the completions are not
+    episodes."""
     episodes = rollouts["turns"].drop_null()
     if not len(episodes):
         return {}
@@ -176,8 +180,8 @@ def truncated(rollouts: pa.Table) -> Mask:
 
 
 def count_missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
-    """Count the reasons why completions cannot be trained on. A completion with several reasons is counted under the
-    first."""
+    """Count the completions that cannot be trained on, by the reason stored in `scores` or, for masks in `unusable`, by
+    the key of the mask. A completion with several reasons is counted under the first."""
     missing_N = np.isnan(floats(scores["reward"]))
     reasons = Counter(error for error, missing in zip(scores["error"].to_pylist(), missing_N, strict=True) if missing)
     for reason, bad_N in unusable.items():
@@ -204,11 +208,11 @@ ROLLOUT_COLUMNS = (
 """Columns of the rollout shards that credit reads."""
 
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
-"""Reason for not training on a completion: the log-probs in its rollout are not finite."""
+"""Reason for excluding a completion from training: the log-probs in its rollout are not finite."""
 
 BAD_ESTIMATES = "estimate: a model's numbers are not finite"
-"""Reason for not training on a completion: outputs of an auxiliary model (reference, critic or teacher) are not
-finite."""
+"""Reason for excluding a completion from training: an output of an auxiliary model (reference, critic or teacher) is
+not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +220,14 @@ class CreditRule:
     """Settings from which credit (the advantage of each token) is computed."""
 
     terms: tuple[TermColumns, ...]
-    """Reward terms, with their columns in score tables and their factors in the total reward."""
+    """Reward terms, with their column names in score tables and their factors in the total reward."""
     algorithm: AlgorithmConfig
     """Algorithm that computes the advantages, with its settings."""
     quota: GroupQuota | None = None
-    """Number of groups that dynamic sampling requires. None means that every group that the algorithm trains on is
-    selected."""
+    """Number of groups that dynamic sampling requires. If None, dynamic sampling is off and every group that the
+    algorithm can use is trained on."""
     policy_version: int = 0
-    """Version of the policy that is trained on the samples."""
+    """Version of the policy that will be trained on the samples."""
     max_new_tokens: int = 0
     """Maximum length of completions in tokens."""
     kl_coefficient: float = 0.0
@@ -232,7 +236,7 @@ class CreditRule:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Result of the credit computation: training samples, metrics, and the reasons why completions are not trained
+    """Result of the credit computation: training samples, metrics, and the reasons why some completions are not trained
     on."""
 
     samples: pa.Table
@@ -240,10 +244,10 @@ class Credit:
     metrics: dict[str, float]
     """Metrics of the completions, rewards and samples."""
     errors: Counter[str]
-    """Number of completions for each reason why completions are not trained on."""
+    """Number of completions that are not trained on, by reason."""
     surplus: tuple[tuple[int, ...], ...] = ()
-    """Prompt rows of surplus groups (informative groups beyond the target), one tuple per pair of rollout and score
-    tables."""
+    """Prompt rows of surplus groups (informative groups beyond the target, which are kept for the next iteration), as
+    one tuple for each pair of rollout and score tables."""
 
 
 def credit_completions(
@@ -256,9 +260,9 @@ def credit_completions(
     """Compute the advantage of each token of each completion with a reward, and build the training samples.
 
     The tables at the same position in `rollouts`, `scores` and `auxiliary_scores` must contain the same completions in
-    the same order. Completions without a reward are omitted. Uninformative groups are omitted too, unless the algorithm
-    trains on them. With dynamic sampling, `rule.quota` selects the groups instead. Raises Damaged if the tables do not
-    match, and BadInput if auxiliary scores that the algorithm needs are missing.
+    the same order. Completions without a reward are omitted. Groups without a training signal (all rewards equal) are
+    omitted too, unless the algorithm trains on them. With dynamic sampling, `rule.quota` selects the groups instead.
+    Raises Damaged if the tables do not match, and BadInput if auxiliary scores that the algorithm needs are missing.
     """
     _check_paired(rollouts, scores, "scores")
     if auxiliary_scores:
@@ -313,32 +317,40 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
         for name in ("prompt_row", "sample"):
             if not rollout[name].equals(other[name]):
                 raise Damaged(
-                    f"shard pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their columns "
-                    f"{name} differ"
+                    f"rollout shard {position} with {rollout.num_rows} rows and its {what} with {other.num_rows} rows "
+                    f"do not contain the same completions in the same order, because their columns {name!r} differ. "
+                    "Restore both shards from a copy of the run."
                 )
 
 
 def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
-    """Raise Damaged if a prompt occurs in two tables, because the groups of both would be merged."""
+    """Raise Damaged if the same prompt occurs in two tables. The two groups of completions would otherwise be treated
+    as one group."""
     earlier_rows: set[int] = set()
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
         if earlier_rows & rows:
-            raise Damaged(f"shard pair {position}: prompt row {min(earlier_rows & rows)} is also in an earlier pair")
+            raise Damaged(
+                f"rollout shard {position} contains prompt row {min(earlier_rows & rows)}, which is also in an "
+                "earlier shard of the iteration, but all completions of a prompt must be in one shard. Restore the "
+                "shards from a copy of the run."
+            )
         earlier_rows |= rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Masks over the completions (N): which become training samples, and which samples have no weight in the loss."""
+    """Masks over the completions (N) that select which completions become training samples, and which of these samples
+    have no weight in the loss."""
 
     informative_G: Mask
     kept_N: Mask
     """Completions that become training samples."""
     filling_N: Mask
-    """Kept completions of uninformative groups, which only complete a minibatch and have no weight in the loss."""
+    """Kept completions of groups without a training signal. They only complete a minibatch and have no weight in the
+    loss."""
     masked_N: Mask
-    """Kept completions that are excluded from the loss because they reached the length limit."""
+    """Kept completions that were truncated at the length limit and are therefore excluded from the loss."""
     selection: Selection | None
 
 

@@ -30,9 +30,10 @@ def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
-    """Compare new and stored rewards of the same completions: their means, correlation and share of changes.
+    """Compare new with stored rewards of the same completions, and return metrics: both means, their correlation, and
+    the share of rewards that changed.
 
-    A mean over no values is omitted. The correlation is omitted if all rewards of one side are equal.
+    A mean is omitted if there are no values, and the correlation if all rewards of one side are equal.
     """
     same_N = (stored_N == new_N) | (np.isnan(stored_N) & np.isnan(new_N))
     return {
@@ -46,15 +47,15 @@ def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
 
 
 def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
-    """Return the mean size of new advantages, and their per-token correlation with stored advantages of the same
-    samples.
+    """Compare new with stored advantages of the same samples, and return metrics: the number of samples that can be
+    compared, the mean absolute new advantage, and the per-token correlation.
 
     Both tables need the columns `prompt_row`, `sample` and `advantages`. The samples of one completion must be
     adjacent.
     """
     values_T = _values(new)
-    _, places_K, others_K = np.intersect1d(_names(stored), _names(new), assume_unique=True, return_indices=True)
-    lists = (_lists(table, rows) for table, rows in ((stored, places_K), (new, others_K)))
+    _, places_K, others_K = np.intersect1d(_row_keys(stored), _row_keys(new), assume_unique=True, return_indices=True)
+    lists = (_take_advantages(table, rows) for table, rows in ((stored, places_K), (new, others_K)))
     (first, first_counts_K), (second, second_counts_K) = lists
     alike_K = (
         first_counts_K == second_counts_K
@@ -68,8 +69,8 @@ def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
 
 
 def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
-    """Return Pearson's correlation over the positions at which both arrays are finite. Empty if one of the arrays is
-    constant there."""
+    """Return Pearson's correlation over the positions at which both arrays are finite, under the key `correlation`.
+    Empty if an array is constant at these positions, or if there are fewer than two."""
     both_N = np.isfinite(left_N) & np.isfinite(right_N)
     left_K, right_K = left_N[both_N], right_N[both_N]
     if len(left_K) < 2 or np.ptp(left_K) == 0 or np.ptp(right_K) == 0:
@@ -82,9 +83,9 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
     return {name: float(finite_N.mean())} if len(finite_N) else {}
 
 
-def _names(table: pa.Table) -> Integers:
-    """Return an integer key per row, which encodes its prompt row, its sample, and its position among the rows of the
-    completion."""
+def _row_keys(table: pa.Table) -> Integers:
+    """Return an integer key for each row, which encodes the row's prompt, its sample, and its position among the rows
+    of the same completion."""
     prompts_N, samples_N = (np.asarray(table[name].to_numpy(), np.int64) for name in ("prompt_row", "sample"))
     names_N: Integers = prompts_N << 16 | samples_N
     first_N = np.flatnonzero(np.diff(names_N, prepend=-1))
@@ -92,8 +93,8 @@ def _names(table: pa.Table) -> Integers:
     return names_N << 16 | place_N
 
 
-def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
-    """Return the advantages of the samples in rows `rows_K`, concatenated, and each sample's number of tokens."""
+def _take_advantages(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
+    """Return the advantages in the rows `rows_K`, concatenated, and the number of tokens of each row."""
     chosen = table.take(pa.array(rows_K))
     return _values(chosen), np.asarray(pc.list_value_length(chosen["advantages"]).to_numpy(), np.int64)
 

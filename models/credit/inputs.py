@@ -19,22 +19,23 @@ from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats
 
 @dataclass(frozen=True, slots=True)
 class TermColumns:
-    """Reward term as credit needs it: its name (which determines its columns in score tables) and its factors."""
+    """Reward term as the credit computation needs it: the name, which determines its columns in score tables, and the
+    factors of its rewards."""
 
     name: str
     """Name of the reward term."""
     weight: float = 1.0
     """Weight of the term in the total reward."""
     is_process: bool = False
-    """Whether the term scores steps, tokens or turns instead of whole completions."""
+    """Whether the term is a process reward, which scores steps, tokens or turns instead of whole completions."""
     shift: float = 0.0
-    """Number subtracted from each reward of the term."""
+    """Number subtracted from each reward of the term, before division by `scale`."""
     scale: float = 1.0
-    """Number by which each shifted reward is divided."""
+    """Number by which each reward of the term is divided after `shift` was subtracted."""
 
 
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
-    """Return the columns and factors of all reward terms in a scoring configuration."""
+    """Return the column names and factors of all reward terms in a scoring configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
     return tuple(
         TermColumns(name, reward.weight, reward.scores_parts, reward.shift, reward.scale) for name, reward in pairs
@@ -44,10 +45,11 @@ def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
 def scored_groups(
     scores: pa.Table, lengths_N: Integers, terms: Sequence[TermColumns], *, unusable_N: Mask | None = None
 ) -> ScoredGroups:
-    """Return the rewards of completions from a score table, with the group of each completion.
+    """Read the rewards of completions from a score table, and return them with the group of each completion.
 
-    `lengths_N` are the numbers of completion tokens. Completions in `unusable_N` are treated as if they had no reward.
-    Raises Damaged if the spans of a completion with a reward do not match its tokens.
+    `lengths_N` is the number of completion tokens of each completion. Completions in the mask `unusable_N` are treated
+    as if they had no reward. Raises Damaged if the spans of a completion (its scored steps, tokens or turns) do not
+    match its tokens.
     """
     prompts_G, group_N = np.unique(integers(scores["prompt_row"]), return_inverse=True)
     total_N = floats(scores["reward"])
@@ -71,7 +73,10 @@ def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> 
     starts, values = scores[f"spans_{term}"], scores[f"values_{term}"]
     counts_N, values_S = lengths_of(starts), flat(values).astype(np.float64)
     if not np.array_equal(lengths_of(values), counts_N) or not np.isfinite(values_S).all():
-        raise Damaged(f"spans of {term!r}: every span must have one finite value")
+        raise Damaged(
+            f"scores of reward {term!r}: every scored span of a completion must have exactly one finite value, but "
+            "some values are missing, NaN or infinite. Restore the score shard from a copy of the run."
+        )
     spans = SpanColumns(starts_S=flat(starts).astype(np.int64), counts_N=counts_N, values_S=values_S)
     row_S = np.repeat(np.arange(len(lengths_N)), spans.counts_N)
     first_S = np.diff(row_S, prepend=-1) > 0
@@ -79,7 +84,12 @@ def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> 
     fits_S &= spans.starts_S < lengths_N[row_S]
     covered_N = (spans.counts_N > 0) | (lengths_N == 0) | ~scored_N
     fits_N = covered_N & (np.bincount(row_S[~fits_S], minlength=len(lengths_N)) == 0)
-    _refuse(scores, ~fits_N, f"spans of {term!r}: the starts must be ascending, from 0 and below the number of tokens")
+    _refuse(
+        scores,
+        ~fits_N,
+        f"scores of reward {term!r}: the start positions of the spans of a completion must begin with 0, ascend, and "
+        "be less than its number of tokens",
+    )
     return spans
 
 
@@ -87,7 +97,7 @@ def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
     if wrong_N.any():
         row = int(np.flatnonzero(wrong_N)[0])
         name = f"prompt row {scores['prompt_row'][row]}, sample {scores['sample'][row]}"
-        raise Damaged(f"{expected}, which {name} violates")
+        raise Damaged(f"{expected}. This is not the case for {name}. Restore the score shard from a copy of the run.")
 
 
 def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> AuxiliaryScores:
@@ -108,7 +118,7 @@ def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> Au
 
 
 def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: AlgorithmConfig) -> None:
-    """Raise BadInput if an output of an auxiliary model that the algorithm needs was not computed."""
+    """Raise BadInput if an auxiliary model's output that the algorithm needs is missing."""
     needs = required_models(algorithm)
     needed = {
         "policy": (needs.teacher, auxiliary_scores.policy_T),
@@ -119,23 +129,28 @@ def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: Algorit
     if lacking := [name for name, (is_needed, values_T) in needed.items() if is_needed and values_T is None]:
         available = ", ".join(name for name, (_, values_T) in needed.items() if values_T is not None) or "none"
         raise BadInput(
-            f"algorithm {algorithm.label!r} needs estimates of {', '.join(lacking)}, but the shards have {available}"
+            f"algorithm.kind = {algorithm.label!r} needs the per-token outputs {', '.join(lacking)} of auxiliary "
+            f"models, but the stored shards contain only: {available}. Use an algorithm that does not need them, or "
+            "train a new run with this algorithm."
         )
 
 
 def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
-    """Return a mask of the completions with a log-prob that is not finite (N). Training on them would make the weights
-    NaN.
+    """Return a mask of the completions with at least one log-prob that is NaN or infinite (N). Training on them would
+    make the weights NaN.
 
     Raises Damaged if the number of log-probs of a completion differs from its number of tokens.
     """
     if not np.array_equal(lengths_of(column), lengths_N):
-        raise Damaged("rollouts: every completion must have one log-prob per token, but the lengths differ")
+        raise Damaged(
+            "the rollout shards must have one log-prob for each token of a completion, but the numbers differ for at "
+            "least one completion. Restore the shards from a copy of the run."
+        )
     return _with_wrong_numbers(flat(column), lengths_N)
 
 
 def has_nonfinite_scores(auxiliary_scores: AuxiliaryScores, lengths_N: Integers) -> Mask:
-    """Return a mask of the completions for which an auxiliary model's output is not finite (N)."""
+    """Return a mask of the completions for which at least one output of an auxiliary model is NaN or infinite (N)."""
     bad_N = np.zeros(len(lengths_N), np.bool_)
     for values_T in (
         auxiliary_scores.policy_T,
@@ -153,7 +168,10 @@ def _column(table: pa.Table, name: str, lengths_N: Integers) -> Floats | None:
     if len(column) and column.null_count == len(column):
         return None
     if not np.array_equal(lengths_of(column), lengths_N):
-        raise Damaged(f"estimates: {name!r} must have one number per completion token, but the lengths differ")
+        raise Damaged(
+            f"the per-token outputs {name!r} of auxiliary models must have one number for each token of a completion, "
+            "but the numbers differ for at least one completion. Restore the shards from a copy of the run."
+        )
     return flat(column).astype(np.float64)
 
 

@@ -27,35 +27,35 @@ from models.records.model_input import completion_lengths
 
 @dataclass(frozen=True, slots=True)
 class GroupQuota:
-    """Number and kind of groups on which an iteration trains under dynamic sampling."""
+    """Number and kind of groups that dynamic sampling collects for an iteration."""
 
     target: int
     """Required number of informative groups (groups with unequal rewards)."""
     metric: str
-    """Reward term whose raw scores must be unequal in an informative group, in addition to the total rewards."""
+    """Name of the reward term whose raw scores must also differ within an informative group, in addition to the total
+    rewards."""
     fill: bool
-    """Whether missing groups are replaced by uninformative groups, which have no weight in the loss."""
+    """Whether missing groups are replaced by uninformative groups. These complete the minibatches, but have no weight
+    in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Masks that select the groups to train on, to complete a minibatch with, and to keep for the next iteration.
-
-    A group in none of the masks is uninformative and discarded.
-    """
+    """Masks over the groups (G) that select the groups to train on, to complete a minibatch with, and to keep for the
+    next iteration. A group in none of the masks is uninformative and discarded."""
 
     informative_G: Mask
-    """Groups with unequal rewards, from which training can learn."""
+    """Groups with unequal rewards, which give a training signal."""
     trained_G: Mask
     """Groups on which the iteration trains with weight in the loss."""
     filling_G: Mask
-    """Uninformative groups that complete a minibatch without weight in the loss."""
+    """Uninformative groups that only complete a minibatch, without weight in the loss."""
     surplus_G: Mask
-    """Informative groups beyond the target, which are kept for the next iteration."""
+    """Informative groups beyond the target number, which are kept for the next iteration."""
     first_G: Integers
-    """Index among all completions of each group's first completion."""
+    """Index of each group's first completion among all completions."""
     shortfall: int
-    """Number of informative groups that are missing to the target, or 0 if the target is reached."""
+    """Number of informative groups by which the target is missed, or 0 if the target is reached."""
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of all, informative, trained, filling, surplus and missing groups as metrics."""
@@ -70,7 +70,8 @@ class Selection:
 
 
 def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, quota: GroupQuota) -> Selection:
-    """Select the first informative groups in the order of completions, up to the target number."""
+    """Select the groups that an iteration trains on: the first informative groups in the order of completions, up to
+    `quota.target`. Further informative groups become surplus."""
     informative_G = informative_by(scored, algorithm, quota.metric)
     first_G = scored.first_completions
     trained_G = _earliest(informative_G, first_G, quota.target)
@@ -87,7 +88,8 @@ def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, quota: Group
 
 
 def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
-    """Return a mask of the groups with unequal values in both the total reward and the raw reward term `metric` (G)."""
+    """Return a mask of the groups with unequal total rewards and unequal raw scores in the reward term named `metric`
+    (G)."""
     return informative_groups(scored, algorithm) & groups_that_differ(scored, algorithm, metric)
 
 
@@ -96,8 +98,8 @@ def informative_prompts(
 ) -> list[int]:
     """Return the prompt rows of the informative groups of a rollout shard, by the same rule as in the credit stage.
 
-    Completions without a total reward are ignored, because they cannot be trained on. Tokens that the policy did not
-    generate are ignored too.
+    Completions without a total reward and tokens that the policy did not generate are ignored, because they cannot be
+    trained on.
     """
     scored = GeneratedTokens.of(rollouts).select_groups(scored_groups(scores, completion_lengths(rollouts), terms))
     rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
@@ -112,11 +114,12 @@ def group_columns(
     terms: Sequence[TermColumns],
     informative: Callable[[ScoredGroups], Mask] | None,
 ) -> dict[str, pa.Array]:
-    """Return columns with statistics of each completion's group, computed over the completions that can be trained on.
+    """Return four columns with statistics of each completion's group, computed over the completions that can be trained
+    on.
 
-    `group_size` is the number of these completions. `group_reward_mean` and `group_reward_std` (of the population) are
-    null if there are none. `group_informative` is the result of the function `informative`, or null if no function is
-    given.
+    `group_size` is the number of these completions. `group_reward_mean` and `group_reward_std` (population standard
+    deviation) are null if there are none. `group_informative` is the result of the function `informative`, or null if
+    `informative` is None.
     """
     lengths_N = completion_lengths(rollouts)
     unusable_N = has_nonfinite_logprobs(rollouts["logprobs"], lengths_N) | has_nonfinite_scores(

@@ -21,7 +21,8 @@ from models.records.model_input import completion_lengths, generated_tokens_mask
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """Mask that distinguishes the completion tokens that the policy generated from observations of an environment."""
+    """Mask of the completion tokens that the policy generated. The other completion tokens are observations, which an
+    environment inserted between the turns of an episode."""
 
     is_generated_T: Mask
     """Whether the policy generated each completion token. False for tokens of observations."""
@@ -30,7 +31,7 @@ class GeneratedTokens:
 
     @classmethod
     def of(cls, rollouts: pa.Table) -> Self:
-        """Read from a rollout table which completion tokens the policy generated."""
+        """Read from the rows of a rollout table which completion tokens the policy generated."""
         return cls(generated_tokens_mask(rollouts), completion_lengths(rollouts))
 
     @property
@@ -40,11 +41,12 @@ class GeneratedTokens:
         return np.bincount(row_T[self.is_generated_T], minlength=len(self.lengths_N)).astype(np.int64)
 
     def select(self, values_T: Floats) -> Floats:
-        """Return only the values of tokens that the policy generated (W), given values of all tokens (T)."""
+        """Return the values of the tokens that the policy generated (W), given the values of all completion tokens
+        (T)."""
         return values_T if self.is_generated_T.all() else values_T[self.is_generated_T]
 
     def select_scores(self, auxiliary_scores: AuxiliaryScores) -> AuxiliaryScores:
-        """Return only the auxiliary models' outputs for tokens that the policy generated (W)."""
+        """Return the auxiliary models' outputs reduced to the tokens that the policy generated (W)."""
         columns = (
             auxiliary_scores.policy_T,
             auxiliary_scores.reference_T,
@@ -54,7 +56,8 @@ class GeneratedTokens:
         return AuxiliaryScores(*(None if column_T is None else self.select(column_T) for column_T in columns))
 
     def select_groups(self, scored: ScoredGroups) -> ScoredGroups:
-        """Return the same groups, with completion lengths and spans counted in tokens that the policy generated.
+        """Return the same groups, with completion lengths and span positions counted in tokens that the policy
+        generated.
 
         A span without such tokens is removed together with its value.
         """
@@ -64,7 +67,8 @@ class GeneratedTokens:
         return replace(scored, lengths_N=self.counts_N, terms=tuple(terms))
 
     def expand_to_all_tokens(self, generated_advantages: Advantages) -> Advantages:
-        """Return the advantages and returns for all completion tokens (T), with 0 for tokens of observations."""
+        """Return the advantages and returns of all completion tokens (T), given those of the generated tokens. Tokens
+        of observations get 0."""
         returns_T = (
             None
             if generated_advantages.returns_T is None

@@ -53,7 +53,8 @@ def take_rows(
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
         raise ValueError(
-            f"expected at most {num_prompts - len(others)} new prompts next to {len(others)} others, found {count}"
+            f"{count} new prompts were requested for one iteration, but only {num_prompts - len(others)} of "
+            f"{num_prompts} are not yet used in it. Request at most that number"
         )
     rows: dict[int, None] = {}
     waiting: list[int] = []

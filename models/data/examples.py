@@ -80,8 +80,8 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     """
     if not data.pictures:
         raise BadInput(
-            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.label!r} provides none. "
-            "Remove [warmup] or use data.kind 'paintings'."
+            f"[warmup] of a text-to-image policy trains on pictures, but data.kind = {data.label!r} provides none. "
+            "Remove [warmup], or set data.kind = 'paintings'."
         )
     num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))

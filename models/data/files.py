@@ -50,8 +50,8 @@ def read_split(data: ProblemFile, split: str, drop: Collection[DropReason]) -> l
     """
     if "{prompt}" not in data.template:
         raise BadInput(
-            f"data.template {data.template!r} does not contain {{prompt}}, so all prompts would be the same. "
-            "Add {prompt} to the template."
+            f"data.template is {data.template!r}, which does not contain {{prompt}}, so all prompts would be the "
+            "same. Add {prompt} to the template."
         )
     if data.heldout_path is not None:
         problems = read_problems(data.path if split == "train" else data.heldout_path, data, drop)
@@ -64,8 +64,8 @@ def read_split(data: ProblemFile, split: str, drop: Collection[DropReason]) -> l
         ]
     if not problems:
         raise BadInput(
-            f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
-            "Add problems, change the fraction, or set data.heldout_path."
+            f"{data.path}: data.heldout_fraction is {data.heldout_fraction}, which leaves no {split} problem. Add "
+            "problems, change the fraction, or set data.heldout_path."
         )
     return [_apply_template(problem, data) for problem in problems]
 
@@ -127,13 +127,16 @@ def _read_and_count(
         raise BadInput(
             f"{format_path(path)}: data.drop leaves out all {dropped} rows. Expected at least one problem."
             if dropped
-            else f"{path}: the file is empty. Expected at least one problem."
+            else (
+                f"{path}: the file is empty, but it must contain at least one problem. Check that the file was "
+                "written completely, or set the path of another file."
+            )
         )
     unused = "chat_template_kwargs" if data.chat_template_kwargs else next(iter(data.set_chat_keys), None)
     if unused is not None and data.system is None and all(isinstance(each.prompt, str) for each in problems):
         raise BadInput(
-            f"{path}: data.{unused} has no effect, because all prompts are plain text. Use chats, set data.system, or "
-            f"remove data.{unused}."
+            f"{path}: data.{unused} is set, but it has no effect, because all prompts of the file are plain text. "
+            "Remove it, write the prompts as chats, or set data.system, which makes every prompt a chat."
         )
     return problems, input_errors.dropped
 
@@ -178,7 +181,8 @@ def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> s
     for column, value in values.items():
         if value is None or value in ("", []):
             raise EmptyRow(
-                f"{place}: {column}: expected a value, found {value!r}. Fill in the value, or remove the row."
+                f"{place}: {column}: the value is {value!r}, but the reference answer needs a value in each of "
+                "data.answer_columns. Fill in the value, or remove the row."
             )
     check_columns(values, source=place)
     return encode_columns(values)
@@ -200,8 +204,8 @@ def _read_answer(place: str, value: object, data: ProblemFile) -> str:
         if not Decimal(value).is_finite():
             kind = EmptyRow if Decimal(value).is_nan() else BadInput
             raise kind(
-                f"{place}: {column}: expected a finite number or text, found {value}. NaN and infinity often stand for "
-                "a missing answer. Fill in the answer, or remove the row."
+                f"{place}: {column}: the answer must be text or a finite number, found {value}. NaN and infinity "
+                "often stand for a missing answer. Fill in the answer, or remove the row."
             )
         return write_number(value)
     return read_text(place, value, column)

@@ -74,9 +74,15 @@ def _read_json(path: Path, name: str) -> dict[str, object]:
     try:
         document = json.loads(path.read_bytes())
     except ValueError as error:
-        raise BadInput(f"{name}/{path.name}: the file is not valid JSON: {error}") from error
+        raise BadInput(
+            f"{name}/{path.name}: the file is not valid JSON ({error}). Save the data set again with save_to_disk, or "
+            "set the path to its data files"
+        ) from error
     if not isinstance(document, dict):
-        raise BadInput(f"{name}/{path.name}: expected a JSON object, found {type(document).__name__}")
+        raise BadInput(
+            f"{name}/{path.name}: the file must contain a JSON object, but it contains a {type(document).__name__}. "
+            "Save the data set again with save_to_disk, or set the path to its data files"
+        )
     return document
 
 

@@ -112,9 +112,15 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
             digest_of(encoded), image.format or "", ImageSize(*((height, width) if is_sideways else (width, height)))
         )
     if frames > 1:
-        raise BadInput(f"{where}: expected a single picture, found an animation or document of {frames} frames")
+        raise BadInput(
+            f"{where}: the file is an animation or a document of {frames} frames, but only files with a single "
+            "picture are supported. Save one frame as a PNG or JPEG file."
+        )
     if not width or not height:
-        raise BadInput(f"{where}: the image has no pixels, its size is {width} x {height}")
+        raise BadInput(
+            f"{where}: the image has no pixels, because its size is {width} x {height}. Replace the file, or remove "
+            "the row."
+        )
     if max(header.size) > MAX_ASPECT_RATIO * min(header.size):
         raise BadInput(
             f"{where}: the image is {width} x {height} pixels. Its longer side may be at most "
@@ -135,7 +141,7 @@ def check_pixels(encoded: bytes, *, where: str, allows_missing: bool = False) ->
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
             raise _undecodable(error, where=where) from error
     if missing is not None:
-        raise BadInput(f"{where}: {missing}, so the image is truncated. Copy or download the file again")
+        raise BadInput(f"{where}: the image is truncated: {missing}. Copy or download the file again")
 
 
 def data_address(encoded: bytes) -> str:
@@ -190,7 +196,9 @@ def thumbnail(encoded: bytes) -> bytes:
             small.save(sink, kind, **options)
             if sink.tell() <= THUMBNAIL_BYTES:
                 return sink.getvalue()
-    raise AssertionError("an uncompressed thumbnail of 32 x 32 pixels has only 3,072 bytes")
+    raise AssertionError(
+        "no copy of the image was small enough to be embedded in a page, although every copy of 32 x 32 pixels fits"
+    )
 
 
 def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
@@ -208,7 +216,7 @@ def _describe_unsupported(encoded: bytes) -> str:
     supported = ", ".join(FORMATS)
     start = encoded[:512].lstrip(b"\xef\xbb\xbf \t\r\n")
     if not encoded:
-        return "the image is empty (0 bytes). Expected the bytes of an image file"
+        return "the image is empty (0 bytes), but it must be the bytes of an image file"
     if start.startswith(LFS_POINTER):
         return f"the image {FETCH_LFS}"
     for name, pattern in UNSUPPORTED.items():
@@ -220,17 +228,25 @@ def _describe_unsupported(encoded: bytes) -> str:
             f"the {signed} file cannot be decoded as an image. It is damaged, or Pillow does not support its kind of "
             "pixels, such as 64-bit numbers. Save it as PNG with 8 or 16 bits"
         )
-    return f"the file cannot be decoded as an image ({supported}). It starts with {encoded[:8]!r}"
+    return (
+        f"the file cannot be decoded as an image. It starts with {encoded[:8]!r}, but supported files are "
+        f"{supported}. Convert the file, or check that the path is correct"
+    )
 
 
 def _too_many_pixels(where: str, size: str) -> BadInput:
     """Return the error for an image with too many pixels."""
-    return BadInput(f"{where}: the image is too large to decode: at most {MAX_PIXELS:,} pixels, found {size}")
+    return BadInput(
+        f"{where}: the image has {size} pixels, but at most {MAX_PIXELS:,} pixels are allowed. Make the image smaller."
+    )
 
 
 def _undecodable(error: Exception, *, where: str) -> BadInput:
     """Return the error for an image whose header is valid but whose pixels cannot be decoded."""
-    return BadInput(f"{where}: the image cannot be decoded: {describe_error(error)}")
+    return BadInput(
+        f"{where}: the pixels of the image cannot be decoded: {describe_error(error)}. Save the image again as PNG, "
+        "or copy the file again."
+    )
 
 
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
@@ -300,11 +316,17 @@ def _decode_data_url(address: str, *, where: str) -> bytes:
     """Decode a `data:` URL. Raises BadInput if it is invalid."""
     start = _DATA.match(address)
     if start is None:
-        raise BadInput(f"{where}: expected a URL that starts with data:image/...;base64, found {address[:40]!r}")
+        raise BadInput(
+            f"{where}: the image URL must start with data:image/...;base64, but it starts with {address[:40]!r}. "
+            "Encode the image as Base64, or write its path."
+        )
     try:
         return base64.b64decode(address[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadInput(f"{where}: the image data is not valid base64: {error}") from error
+        raise BadInput(
+            f"{where}: the image URL does not contain valid Base64 data: {error}. Encode the bytes of the image file "
+            "again."
+        ) from error
 
 
 def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
@@ -314,7 +336,8 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
     """
     if _SCHEME.match(name):
         raise BadInput(
-            f"{where}: {name[:60]!r} is a URL. Download the image and name a path below data.images_root instead."
+            f"{where}: {name[:60]!r} is a URL, but runs never download images. Download the image, and write its path "
+            "below data.images_root."
         )
     encoded_name = name.encode(errors="replace")
     is_base64 = BASE64.match(encoded_name) is not None and len(name) > MIN_BASE64
@@ -344,5 +367,6 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
 def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
     """Return the error for an image path that leads outside the root directory."""
     return BadInput(
-        f"{where}: expected a file below {format_path(root)} (data.images_root), but {name[:80]!r} is outside of it"
+        f"{where}: image paths must name files below {format_path(root)} (data.images_root), but {name[:80]!r} is "
+        "outside of it. Move the file, or change data.images_root."
     )

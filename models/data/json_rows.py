@@ -53,7 +53,9 @@ def _parse_json_line(place: str, line: bytes, *, encoding: str, version: int) ->
     except RepeatedKey as error:
         raise BadInput(f"{place}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{place}: the line is not valid JSON: {error}") from error
+        raise BadInput(
+            f"{place}: the line is not valid JSON: {error}. Each line of the file must be one JSON object."
+        ) from error
 
 
 def _parse_json(text: str, *, version: int) -> object:
@@ -69,7 +71,7 @@ def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     row = dict(pairs)
     if len(row) < len(pairs):
         key, times = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise RepeatedKey(f"the key {key!r} is written {times} times in one object. Keep one of them.")
+        raise RepeatedKey(f"the key {key!r} occurs {times} times in one JSON object. Keep only one of them.")
     return row
 
 
@@ -103,7 +105,10 @@ def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, ver
             f"{name}: the file is not valid JSON: {error}. If the file has one object per line, name it .jsonl."
         ) from error
     if not isinstance(rows, list):
-        raise BadInput(f"{name}: expected a JSON array of objects, found {type(rows).__name__}")
+        raise BadInput(
+            f"{name}: the file must contain a JSON array of objects, but it contains a {type(rows).__name__}. Write "
+            "the problems as a list, or one object per line in a .jsonl file."
+        )
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
         with input_errors.collect(place):
@@ -146,7 +151,10 @@ def _skip_separators(text: str, at: int) -> int:
 def _require_object(place: str, row: object) -> Mapping[str, object]:
     """Return a row of a file if it is a JSON object. Raises BadInput for other values."""
     if not isinstance(row, dict):
-        raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
+        raise BadInput(
+            f"{place}: each problem must be a JSON object with columns as keys, but this one is a "
+            f'{type(row).__name__}. Write it as {{"column": value}}.'
+        )
     return row
 
 

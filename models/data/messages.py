@@ -79,9 +79,16 @@ def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
         return read_text(place, prompt, column)
     messages = read_messages(place, prompt, column, fields=file.message_fields)
     if not messages or messages[-1].role == "assistant":
-        fault = "no messages" if not messages else "a message of the assistant at its end"
+        fault = (
+            "the chat has no messages. Add a message, or remove the row"
+            if not messages
+            else "its last message is by the assistant. Move that message to the answer column, or remove it"
+        )
         kind = BadInput if messages else EmptyRow
-        raise kind(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
+        raise kind(
+            f"{place}: {column}: a prompt must be a chat whose last message is not by the assistant, because the "
+            f"policy generates the next message, but {fault}."
+        )
     return messages
 
 
@@ -154,7 +161,10 @@ def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
     """
     calls = _parse_json(place, value, column)
     if not isinstance(calls, list):
-        raise BadInput(f"{place}: {column}: expected a list of tool calls, found {value!r:.60}")
+        raise BadInput(
+            f"{place}: {column}: the value must be a list of tool calls, found {value!r:.60}. Write it as a list, or "
+            "remove it."
+        )
     return [_read_call(place, call, f"{column}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -175,7 +185,10 @@ def _read_call(place: str, value: object, column: str) -> JsonValue:
     arguments = {} if isinstance(arguments, str) and not arguments.strip() else arguments
     parsed = _parse_json(place, arguments, f"{column}.arguments")
     if not isinstance(parsed, dict):
-        raise BadInput(f"{place}: {column}.arguments: expected a JSON object, found {arguments!r:.60}")
+        raise BadInput(
+            f"{place}: {column}.arguments: the arguments of a tool call must be a JSON object, found "
+            f'{arguments!r:.60}. Write them as {{"name": value}}.'
+        )
     check_columns({f"{column}.arguments": parsed}, source=place)
     function["arguments"] = arguments
     if not is_wrapped:
@@ -192,7 +205,10 @@ def _parse_json(place: str, value: object, column: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{place}: {column}: the text is not valid JSON: {error}") from error
+        raise BadInput(
+            f"{place}: {column}: the text must be valid JSON: {error}. Correct the text, or write the value as JSON "
+            "instead of text."
+        ) from error
 
 
 def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, JsonValue], ...]:
@@ -205,7 +221,10 @@ def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, Jso
     if tools is None:
         return ()
     if not isinstance(tools, list):
-        raise BadInput(f"{place}: {column}: expected a list of JSON schemas of tools, found {value!r:.60}")
+        raise BadInput(
+            f"{place}: {column}: the value must be a list of JSON schemas of tools, found {value!r:.60}. Write it as "
+            "a list."
+        )
     parsed = [_parse_json(place, tool, f"{column}[{index}]") for index, tool in enumerate(tools)]
     for index, tool in enumerate(parsed):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -228,10 +247,16 @@ def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
     if kwargs is None:
         return {}
     if not isinstance(kwargs, dict):
-        raise BadInput(f"{place}: {column}: expected an object with variables of the template, found {value!r:.60}")
+        raise BadInput(
+            f"{place}: {column}: the value must be an object that maps variables of the chat template to values, "
+            f"found {value!r:.60}. Write it as an object."
+        )
     for name in RESERVED_KWARGS:
         if name in kwargs:
-            raise BadInput(f"{place}: {column}.{name}: this variable of the template is always set. Remove it.")
+            raise BadInput(
+                f"{place}: {column}.{name}: Rheostat always sets this variable of the chat template. Remove it from "
+                "the column."
+            )
     check_columns(kwargs, source=f"{place}: {column}")
     return kwargs
 
@@ -260,7 +285,10 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
                     f"found {part!r:.80}"
                 )
     if not parts:
-        raise BadInput(f"{place}: {column}: expected text or images, found an empty list")
+        raise BadInput(
+            f"{place}: {column}: the list of parts is empty, but a message needs at least one text or image. Add the "
+            "text, or remove the row."
+        )
     return tuple(parts)
 
 
@@ -271,7 +299,9 @@ def read_text(place: str, value: object, column: str) -> str:
     """
     text = _read_any_text(place, value, column)
     if not text.strip():
-        raise EmptyRow(f"{place}: {column}: expected text, found only blank characters or none")
+        raise EmptyRow(
+            f"{place}: {column}: the text is empty or contains only white space. Fill in the text, or remove the row."
+        )
     return text
 
 
@@ -286,7 +316,8 @@ def _read_any_text(place: str, value: object, column: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
         raise BadInput(
-            f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
+            f"{place}: {column}: the text is not valid Unicode ({error.reason} at character {error.start}). Remove "
+            "this character."
         ) from error
     return value
 

@@ -113,8 +113,8 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
     """
     if "{prompt}" not in config.template:
         raise BadInput(
-            f"preferences.template {config.template!r} does not contain {{prompt}}, so all prompts would be the same. "
-            "Add {prompt} to the template."
+            f"preferences.template is {config.template!r}, which does not contain {{prompt}}, so all prompts would be "
+            "the same. Add {prompt} to the template."
         )
     if config.heldout_path is not None:
         pairs = _read_pairs(config.path if split == "train" else config.heldout_path, config)
@@ -129,8 +129,8 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
         ]
     if not pairs:
         raise BadInput(
-            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair. "
-            "Add prompts, change the fraction, or set preferences.heldout_path."
+            f"{config.path}: preferences.heldout_fraction is {config.heldout_fraction}, which leaves no {split} pair. "
+            "Add pairs with other prompts, change the fraction, or set preferences.heldout_path."
         )
     return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
 
@@ -167,7 +167,10 @@ def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preferenc
         raise BadInput(
             f"{format_path(path)}: preferences.drop leaves out all {dropped} rows. Expected at least one pair."
             if dropped
-            else f"{path}: the file is empty. Expected at least one preference pair."
+            else (
+                f"{path}: the file is empty, but it must contain at least one preference pair. Check that the file "
+                "was written completely, or set the path of another file."
+            )
         )
     return pairs, input_errors.dropped
 
@@ -199,7 +202,10 @@ def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, 
             )
     if (chosen, chosen_message) == (rejected, rejected_message):
         columns = f"{config.chosen_column} and {config.rejected_column}"
-        raise TiedRow(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
+        raise TiedRow(
+            f"{place}: {columns}: a preference pair needs two different completions, but both are {chosen!r:.60}. "
+            "Remove the row."
+        )
     return Preference(place, prompt, chosen, rejected, template, chosen_message, rejected_message)
 
 
@@ -216,11 +222,15 @@ def _read_completion(
     turns = read_messages(place, [omit_nulls(turn) for turn in value], column, fields=config.message_fields)
     if [turn.role for turn in turns] != ["assistant"]:
         roles = ", ".join(turn.role for turn in turns) or "no message"
-        raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
+        raise BadInput(
+            f"{place}: {column}: the completion must be exactly one message with role assistant, found {roles}. Move "
+            "the earlier messages to the prompt."
+        )
     turn = turns[0]
     if not all(isinstance(part, str) for part in turn.parts):
         raise BadInput(
-            f"{place}: {column}[0].content: preference pairs support text only, but the content has an image."
+            f"{place}: {column}[0].content: preference pairs support text only, but the content has an image. Remove "
+            "the image, or the row."
         )
     if turn.fields or turn.name:
         return turn.text, turn
@@ -236,5 +246,8 @@ def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences)
     for pair in heldout:
         with input_errors.collect(pair.source):
             if pair.identity(config.version) in training_prompts:
-                raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
+                raise BadInput(
+                    f"{pair.source}: this held-out prompt is also the prompt of a training pair, so the held-out "
+                    "accuracy would not measure unseen prompts. Remove one of the two pairs."
+                )
     input_errors.check()

@@ -293,7 +293,7 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
             encode_columns({name: value}).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise BadInput(
-                f"{source}: {name}: expected a value that JSON can represent, found {value!r:.60}"
+                f"{source}: {name}: an environment receives this column as JSON, which cannot encode {value!r:.60}"
             ) from error
 
 
@@ -301,7 +301,7 @@ def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
     places = count_image_places(prompt)
     if places and places != images:
-        raise BadInput(f"{source}: the messages have placeholders for {places} images, but the row has {images}")
+        raise BadInput(f"{source}: the messages have {places} image placeholders, but the row has {images} images")
 
 
 def count_image_places(prompt: Prompt) -> int:
@@ -376,10 +376,10 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     except BadInput:
         raise
     except Exception as error:  # an exception of a user's source means that there is no data to train on
-        raise BadInput(f"{where}: the data source failed: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{where}: the data source raised {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):
-            raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {type(problem).__name__}")
+            raise BadInput(f"{where}: expected models.data.problems.Problem objects, found {type(problem).__name__}")
         check_columns(problem.columns, source=problem.source)
     return problems if data.image_background == "unconverted" else _convert_images(problems, data)
 

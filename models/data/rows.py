@@ -91,7 +91,10 @@ def _read_file(
                     _check_present(place, {column: row[column] for column in columns})
                 yield place, values
     except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise BadInput(
+            f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}. Check its permissions, "
+            "and that it is complete."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,9 @@ def find_data_files(path: Path) -> DataFiles:
         )
         raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}") from None
     if kind:
-        raise BadInput(f"{name}: expected a file, but the path is {kind}")
+        raise BadInput(
+            f"{name}: the path must name a regular file or a folder of data files, but it is {kind}. Set another path."
+        )
     return DataFiles(((here, name),), is_folder=False)
 
 
@@ -204,7 +209,10 @@ def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
     for number in count(1):
         line = content.readline(max_bytes)
         if len(line) >= max_bytes:
-            raise BadInput(f"{name}:{number}: the line is longer than the maximum of {MAX_LINE_MEBIBYTES} MiB")
+            raise BadInput(
+                f"{name}:{number}: the line is longer than {MAX_LINE_MEBIBYTES} MiB, the maximum for one row. Shorten "
+                "the row, or check that rows are separated by line ends."
+            )
         if not line:
             return
         yield line
@@ -222,8 +230,8 @@ def _read_whole(content: io.BufferedIOBase, name: str) -> bytes:
         encoded += piece
     if len(encoded) >= max_bytes:
         raise BadInput(
-            f"{name}: the file is larger than the maximum of {MAX_ARRAY_MEBIBYTES} MiB for a JSON array. "
-            "Write one object per line to a .jsonl file instead."
+            f"{name}: the file has more than {MAX_ARRAY_MEBIBYTES} MiB, the maximum for a JSON array. Write one "
+            "object per line to a .jsonl file instead."
         )
     return bytes(encoded)
 
@@ -245,7 +253,11 @@ def _read_csv_rows(
             place = f"{name}:{rows.line_num}"
             with input_errors.collect(place):
                 if len(row) != len(header):
-                    raise BadInput(f"{place}: expected {len(header)} columns like the first line, found {len(row)}")
+                    raise BadInput(
+                        f"{place}: the row has {len(row)} columns, but the header in the first line has "
+                        f"{len(header)}. Add the missing values, or put quotes around values that contain the "
+                        "separator."
+                    )
                 _check_cells(place, row, header)
                 yield place, dict(zip(header, row, strict=True))
     except csv.Error as error:

@@ -47,11 +47,15 @@ def _convert_turn(place: str, turn: Mapping[str, object], column: str) -> dict[s
     if name not in ROLES:
         known = (*ROLES, CALL)
         raise BadInput(
-            f"{place}: {column}.from: the author {author!r:.40} of the turn is unknown"
-            f"{nearest_name(name, known) or '.'} ShareGPT chats have the authors {', '.join(known)}. Rename the author."
+            f"{place}: {column}.from: {author!r:.40} is not a known author of a "
+            f"turn{nearest_name(name, known) or '.'} Turns of ShareGPT chats must have one of the authors "
+            f"{', '.join(known)}. Rename the author."
         )
     if "value" not in turn:
-        raise BadInput(f"{place}: {column}: the turn has no text. Expected {{from, value}}, found {dict(turn)!r:.80}")
+        raise BadInput(
+            f"{place}: {column}: the turn has no text. Each turn must be {{from, value}} with a text as value, found "
+            f"{dict(turn)!r:.80}. Fill in the text, or remove the turn."
+        )
     return {"role": ROLES[name], "content": turn["value"], **others}
 
 
@@ -61,7 +65,10 @@ def _read_calls(place: str, turn: Mapping[str, object], column: str) -> list[obj
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{place}: {column}.value: a turn of {CALL!r} must be a call as JSON: {error}") from error
+        raise BadInput(
+            f"{place}: {column}.value: a turn by {CALL!r} must contain a tool call as JSON, but reading it failed: "
+            f"{error}. Correct the JSON."
+        ) from error
     calls = value if isinstance(value, list) else [value]
     return [
         call if isinstance(call, dict) and "function" in call else {"type": "function", "function": call}

@@ -34,7 +34,10 @@ def read_table_rows(
     try:
         table = read_table(path)
     except pa.ArrowException as error:
-        raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
+        raise BadInput(
+            f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}. Copy or download the "
+            "file again."
+        ) from error
     roots = {column: find_root(table.schema, column) for column in (*columns, *optional)}
     require_columns(name, columns, [column for column, root in roots.items() if root], list_schema_fields(table.schema))
     required, columns = columns, list(dict.fromkeys(root for root in roots.values() if root is not None))
@@ -98,7 +101,9 @@ def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
     except UnicodeDecodeError as error:
         raise BadInput(f"{place}: expected text in UTF-8, but {error}. Write the file with text in UTF-8.") from error
     except (ValueError, KeyError, OverflowError) as error:
-        raise BadInput(f"{place}: the value cannot be read: {error.args[0]}") from error
+        raise BadInput(
+            f"{place}: the value cannot be read: {error.args[0]}. Correct the value, or write the column as text."
+        ) from error
 
 
 def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -19,19 +19,19 @@ from infra.validation_errors import nearest
 from models.modeling.policy import lock_model_construction
 
 Condition = Mapping[str, Tensor]
-"""Text conditioning: the outputs of the text encoders by name, with one row for each prompt."""
+"""Text conditioning: the outputs of the text encoders by name, as tensors with one row for each prompt."""
 
 PACKED: Final = 2
-"""Side length, in latents, of the square that FLUX and Qwen-Image read as one token."""
+"""Side length of the square of latents that FLUX and Qwen-Image read as one token."""
 
 
 class Predict(Protocol):
-    """Function of a family that runs a denoiser and returns its prediction of velocity or noise."""
+    """Function that runs the denoiser of one family (such as FLUX) on a batch of states (noisy latents)."""
 
     def __call__(
         self, model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
     ) -> Tensor:
-        """Return the prediction of velocity or noise, which has the same shape as the states."""
+        """Return the predicted velocity or noise, which has the same shape as the states."""
         ...
 
 
@@ -40,21 +40,21 @@ class PromptLimit:
     """Maximum prompt length of one text encoder in a pipeline. The encoder truncates longer prompts."""
 
     tokenizer: str
-    """Name of the folder with the encoder's tokenizer, such as `tokenizer_2`. The suffix also occurs in the name of the
-    encoder's folder."""
+    """Name of the folder with the encoder's tokenizer, such as `tokenizer_2`. The encoder's folder has the same suffix
+    (`text_encoder_2`)."""
     tokens: int | None = None
-    """Default number of tokens, including special tokens. None means the fixed number of positions of the encoder."""
+    """Default maximum number of tokens, including special tokens, or None if the encoder has a fixed maximum."""
     max_tokens: int = 0
-    """Highest number of tokens that can be configured."""
+    """Highest value to which the maximum number of tokens can be set in the configuration."""
 
     @property
     def encoder(self) -> str:
-        """Name of the text encoder's folder."""
+        """Name of the folder with the text encoder, such as `text_encoder_2`."""
         return self.tokenizer.replace("tokenizer", "text_encoder")
 
 
 CLIP_TOKENS: Final = 77
-"""Number of positions of CLIP's text encoders."""
+"""Maximum number of tokens that CLIP's text encoders read."""
 
 
 def _count(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
@@ -74,39 +74,39 @@ class DenoiserFamily:
     prediction_type: Literal["velocity", "noise"]
     """Quantity that the denoiser is trained to predict: the velocity or the noise."""
     encode: Callable[[Any, str, int | None], Condition]
-    """Function that encodes a prompt with a pipeline's text encoders. Its last argument limits the tokens of the
-    encoder with the highest limit; None is the default limit."""
+    """Function that encodes a prompt, given a pipeline, the prompt, and the maximum number of tokens for the encoder
+    with the highest limit (None for the default)."""
     predict: Predict
-    """Function that runs the denoiser on a batch of states."""
+    """Function that runs the denoiser on a batch of states (noisy latents)."""
     limits: tuple[PromptLimit, ...]
-    """Limits of the text encoders that can read a whole prompt. The first one whose encoder is present applies."""
+    """Prompt limits of the encoders that may read a whole prompt, highest first. The first encoder present counts."""
     count: Callable[[Any, str], int] = _count
     """Function that counts the tokens of a prompt, given a tokenizer and the prompt's text."""
     packing: int = 1
-    """Side length, in latents, of a square that becomes one token. The denoiser's configuration counts the latents of
-    the square as channels."""
+    """Side length of the square of latents that becomes one token (1 if latents are not grouped). If it is above 1, the
+    denoiser's configuration counts all values of a square as channels."""
     uses_even_spacing: bool = False
-    """Whether the pipeline spaces noise levels evenly from 1 to 1/steps before it shifts them. If false, the levels end
-    at the smallest noise level used in training."""
+    """Whether the pipeline spaces noise levels evenly from 1 to 1/steps, before it shifts the levels towards noise. If
+    false, the last level above 0 is the smallest noise level used in training."""
     required_settings: Mapping[str, object] = field(default_factory=dict)
-    """Required values of denoiser settings. Other values would add inputs besides states, timesteps and text."""
+    """Only supported values of denoiser settings. Others require inputs besides states, timesteps and text."""
 
     def channels(self, config: Mapping[str, Any]) -> int:
-        """Return the number of channels of a state."""
+        """Return the number of channels of a state. `config` is the denoiser's configuration."""
         return int(config["in_channels"]) // self.packing**2
 
     def side(self, config: Mapping[str, Any]) -> int:
-        """Return the height and width, in latents, of the square images that the denoiser was trained on.
+        """Return the side length, in latents, of the square images that the denoiser was trained on.
 
         Raises BadInput if the configuration has different height and width.
         """
         side = config.get("sample_size") or 128
         if not isinstance(side, int):
-            raise BadInput(f"{self.denoiser}: sample_size must be one number, for square pictures, found {side!r}")
+            raise BadInput(f"{self.denoiser}: sample_size must be one number (square pictures), found {side!r}")
         return int(side)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:
-        """Return the number of tokens in a square state with `side` latents per side. A UNet reads one per latent."""
+        """Return the number of tokens in a state of `side` x `side` latents. A UNet reads one token per latent."""
         return int((side // (1 if self.folder == "unet" else self.patch(config))) ** 2)
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -122,19 +122,19 @@ class DenoiserFamily:
         for name, value in self.required_settings.items():
             if (config.get(name) or None) != value:
                 raise BadInput(
-                    f"{self.denoiser}: {name} {config.get(name)!r} requires inputs that are not supported. Only "
-                    f"{value!r} is supported."
+                    f"{self.denoiser}: config.json sets {name} = {config.get(name)!r}, which requires model inputs "
+                    f"that are not supported. Only {value!r} is supported. Use another model."
                 )
 
     def patch(self, config: Mapping[str, Any]) -> int:
-        """Return a token's side length in latents, or for a UNet the factor by which it downsamples a state."""
+        """Return the side length of a token in latents, or for a UNet the factor by which it downsamples a state."""
         if self.folder == "unet":
             return int(2 ** (len(config["block_out_channels"]) - 1))
         return int(self.packing if self.packing > 1 else config["patch_size"])
 
 
 def zero_condition(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's configuration
-    """Return an all-zero conditioning of one row with `text` tokens, which a denoiser of any family accepts."""
+    """Return text conditioning of zeros for one row of `text` tokens, which a denoiser of any family accepts."""
     width = config.get("joint_attention_dim") or config["cross_attention_dim"]
     pooled = config.get("pooled_projection_dim")
     if config.get("addition_embed_type") == "text_time":
@@ -144,7 +144,7 @@ def zero_condition(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a mo
 
 
 def select_conditions(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
-    """Stack the conditionings of prompts, padded to the longest text, and return the row of each index in `rows`."""
+    """Stack the conditioning of prompts, padded to the longest text, and return one row for each index in `rows`."""
     gathered: dict[str, Tensor] = {}
     for name in conditions[0]:
         parts = [each[name] for each in conditions]
@@ -162,10 +162,10 @@ def _pad_to(part: Tensor, length: int) -> Tensor:
 
 
 def diffusers_class(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
-    """Import a class of diffusers by its name.
+    """Import a class of the diffusers library by its name.
 
-    diffusers imports its modules on first access, which is not thread-safe, so a lock is held. Raises BadInput if
-    diffusers is not installed.
+    A lock is held during the import, because diffusers imports its modules on first access, which is not thread-safe.
+    Raises BadInput if diffusers is not installed.
     """
     if find_spec("diffusers") is None:
         raise BadInput(
@@ -181,14 +181,14 @@ def diffusers_class(name: str) -> Any:  # noqa: ANN401 -- diffusers has few type
 
 
 def process_tree(pipeline: str, denoiser: str) -> DenoiserFamily:
-    """Return the family of a pipeline class and a denoiser class. Raises BadInput if they are not supported."""
+    """Return the family with this pipeline and denoiser class. Raises BadInput if no family is supported for them."""
     for family in FAMILIES:
         if pipeline in family.pipelines and family.denoiser == denoiser:
             return family
     pipelines = [name for family in FAMILIES for name in family.pipelines]
     raise BadInput(
-        f"expected one of the pipelines {', '.join(pipelines)}, found {pipeline} with "
-        f"{denoiser}{nearest(pipeline, pipelines)}"
+        f"model_index.json names the pipeline {pipeline} with the denoiser {denoiser}, which is not supported. Use a "
+        f"model with one of the pipelines {', '.join(pipelines)}{nearest(pipeline, pipelines)}"
     )
 
 
@@ -251,7 +251,7 @@ def _encode_qwen(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # no
 
 @cache
 def _qwen_template() -> tuple[str, int]:
-    """Return the template in which the pipeline inserts a prompt, and the number of tokens it drops at the start."""
+    """Return the template around a prompt, and the number of its first tokens that are dropped after encoding."""
     names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
     pipe = diffusers_class("QwenImagePipeline")(**dict.fromkeys(names))
     return str(pipe.prompt_template_encode), int(pipe.prompt_template_encode_start_idx)
@@ -267,9 +267,9 @@ def _predict_qwen(
 ) -> Tensor:
     """Predict velocities with the denoiser of Qwen-Image.
 
-    The pipeline of Qwen-Image rescales guided predictions, token by token, to the norm of the conditional prediction.
-    This function does not, so that guidance is the same for all families. Therefore a policy trained with guidance
-    generates different images in diffusers' own pipeline.
+    With classifier-free guidance, the pipeline of Qwen-Image in diffusers rescales predictions, token by token, to the
+    norm of the conditional prediction. Rheostat does not, so that guidance works the same way for all families.
+    Therefore a policy trained with guidance generates different images in diffusers' own pipeline.
     """
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
     prediction = model(
@@ -292,7 +292,7 @@ def _encode_unet(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # no
 
 
 def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
-    """Encode a prompt. An empty prompt is encoded as zeros if the pipeline's configuration requires it."""
+    """Encode a prompt for SDXL. An empty prompt is encoded as zeros if the pipeline's configuration says so."""
     states, _, pooled, _ = pipe.encode_prompt(
         prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
     )
@@ -320,12 +320,12 @@ def _predict_unet(
 
 
 def has_guidance_input(model: nn.Module) -> bool:
-    """Return whether the denoiser takes the guidance scale as an input and so needs no second forward pass."""
+    """Return whether the denoiser takes the guidance scale as an input, so that one forward pass is enough."""
     return bool(cast(Any, model).config.get("guidance_embeds", False))
 
 
 def _pack(states_NCYX: Tensor) -> Tensor:
-    """Rearrange states into sequences of tokens, each with the values of `PACKED` x `PACKED` latents, row by row."""
+    """Rearrange states into sequences of tokens, one for each square of `PACKED` x `PACKED` latents, row by row."""
     count, channels, height, width = states_NCYX.shape
     squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)

@@ -33,24 +33,24 @@ from models.records.pictures import Picture, States, encode_picture
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 FROZEN: Final = ("*.json", "*.txt", "*.model", "*.safetensors")
-"""Patterns of the files copied from a pipeline: configuration, tokenizers and weights, but never code or pickles."""
+"""Patterns of the files copied from a pipeline: configuration, tokenizers and weights, but no code and no pickles."""
 PIXELS_PER_LATENT: Final = 8
-"""Side length, in pixels, that one latent covers if a pipeline has no VAE, as in diffusers."""
+"""Side length, in pixels, of the square that one latent covers if a pipeline has no VAE, as in diffusers."""
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder", "watermark")
-"""Parts of pipelines that are not needed to generate images."""
+"""Components of diffusers pipelines that Rheostat does not load, because they are not needed to generate images."""
 _LIBRARIES: Final = ("diffusers", "transformers")
 _LOADING: Final = (ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, ImportError, SafetensorError)
-"""Exceptions that diffusers, transformers and safetensors raise if the files of a part cannot be loaded."""
+"""Exceptions that the libraries raise if the files of a pipeline component cannot be loaded."""
 
 
 def is_pipeline(directory: Path) -> bool:
-    """Return whether a directory is in diffusers format."""
+    """Return whether a directory contains a pipeline in diffusers format."""
     return (directory / INDEX).is_file()
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOutline:
-    """Pipeline of a text-to-image policy, as described by the configuration files of its directory."""
+    """Description of a text-to-image pipeline, read from the configuration files in its directory."""
 
     directory: Path
     pipeline: str
@@ -59,13 +59,13 @@ class PipelineOutline:
     """Contents of the denoiser's config.json."""
     scheduler: Mapping[str, Any]
     vae: Mapping[str, Any] | None
-    """Configuration of the VAE, which converts latents to images. None if the latents are pixels."""
+    """Contents of the VAE's config.json, or None if the pipeline has no VAE, because the denoiser works on pixels."""
     parts: tuple[str, ...]
-    """Names of the pipeline's parts in use. Each part is a folder of the directory with this name."""
+    """Names of the components in use, such as `text_encoder`. Each is a folder in the pipeline's directory."""
 
     @property
     def where(self) -> str:
-        """Name of the policy in error messages: its directory."""
+        """Name of the policy in error messages: the word "policy" with the directory."""
         return f"policy {self.directory}"
 
     @property
@@ -78,58 +78,59 @@ class PipelineOutline:
 
     @property
     def limits(self) -> list[PromptLimit]:
-        """Maximum prompt lengths of the text encoders in this pipeline. The first one is the highest."""
+        """Maximum prompt lengths of the text encoders in this pipeline, the highest first."""
         return [each for each in self.family.limits if {each.tokenizer, each.encoder} <= {*self.parts}]
 
     def shape(self, config: DenoisingConfig) -> tuple[int, int, int]:
-        """Return channels, height and width of a state. Raises BadInput if the model cannot generate this size."""
+        """Return channels, height and width of a state. Raises BadInput if the configured image size is not
+        possible."""
         patch = self.family.patch(self.denoiser)
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
             raise BadInput(
-                f"rollout.denoising.side {side} must be a multiple of {unit} pixels, the smallest side of "
-                f"{self.family.denoiser}. The nearest multiple is {max(unit, round(side / unit) * unit)}."
+                f"rollout.denoising.side is {side}, but it must be a multiple of {unit} pixels for "
+                f"{self.family.denoiser}. Set it to {max(unit, round(side / unit) * unit)}."
             )
         max_patches = self.denoiser.get("pos_embed_max_size")
         if max_patches and side > max_patches * unit:
             name = self.family.denoiser
             raise BadInput(
-                f"rollout.denoising.side {side} is too large: {name} allows at most {max_patches * unit} pixels"
+                f"rollout.denoising.side is {side}, but {name} allows at most {max_patches * unit} pixels. Lower it."
             )
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
     def tokens(self, config: DenoisingConfig) -> int:
-        """Return the number of tokens that the denoiser reads for one state. A UNet reads one token per latent."""
+        """Return the number of tokens that the denoiser reads for one image. A UNet reads one token per latent."""
         return self.family.tokens(self.denoiser, self.shape(config)[1])
 
     def schedule(self, config: DenoisingConfig) -> NoiseSchedule:
-        """Return the noise levels of the denoising steps. Raises BadInput if the sampler does not fit the model."""
+        """Return the noise level of each denoising step. Raises BadInput if the sampler does not support the model."""
         return schedule_of(self.scheduler, self.family, config, tokens=self.tokens(config))
 
     def check(self, config: DenoisingConfig) -> int:
         """Check the denoising settings, and return the number of tokens that training reads for one image.
 
-        Raises BadInput if the model cannot generate images with them, or if the window contains steps that are not
-        trained because they have too little noise.
+        Raises BadInput if the model cannot generate images with these settings, or if the configured window of steps
+        includes steps with too little noise to be trained.
         """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
-            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has enough noise. Use more steps.")
+            raise BadInput(f"rollout.denoising.steps is {config.steps}, at which no step has enough noise. Raise it.")
         if window is not None and window.last + window.size - 1 > noisy[-1]:
             raise BadInput(
-                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last "
-                f"step with enough noise to be trained. Set window.last {max(0, noisy[-1] + 1 - window.size)} or lower."
+                f"rollout.denoising.window.last is {window.last} and its size {window.size}, but step {noisy[-1]} is "
+                f"the last with enough noise. Set window.last to {max(0, noisy[-1] + 1 - window.size)} or lower."
             )
         return self.tokens(config) * (len(noisy) if window is None else window.size)
 
 
 def read_pipeline(directory: Path) -> PipelineOutline:
-    """Read a pipeline's configuration files. Raises BadInput if Rheostat cannot train this pipeline."""
+    """Read the configuration files of a diffusers pipeline. Raises BadInput if Rheostat cannot train this pipeline."""
     where = f"policy {directory}"
     if not directory.is_dir():
-        raise BadInput(f"{where}: no such directory")
+        raise BadInput(f"{where}: there is no such directory. Set the path of a model directory.")
     if not is_pipeline(directory):
-        raise BadInput(f"{where}: no {INDEX} of diffusers. Language models need policy.kind 'directory' instead.")
+        raise BadInput(f"{where}: there is no {INDEX} of diffusers. Language models need policy.kind = 'directory'.")
     index = _read_object(directory / INDEX)
     pipeline = index.get("_class_name")
     folder = "unet" if "unet" in index else "transformer"
@@ -147,35 +148,35 @@ def read_pipeline(directory: Path) -> PipelineOutline:
     vae = _read_object(directory / "vae" / "config.json") if "vae" in parts else None
     model = PipelineOutline(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
-        raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
+        raise BadInput(f"{where}: the VAE has {latents} latent channels, but the {folder} {family.channels(config)}")
     return model
 
 
 def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
-    """Return the names of the pipeline's parts. Raises BadInput if one is not from diffusers or transformers."""
+    """Return the names of a pipeline's components. Raises BadInput if a class is not from diffusers or transformers."""
     parts = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
     for name, part in parts.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
-            raise BadInput(f"{where}: {INDEX}: {name} {part!r} must be a class of {' or '.join(_LIBRARIES)}")
+            raise BadInput(f"{where}: {name} in {INDEX} is {part!r}, not a class of {' or '.join(_LIBRARIES)}")
     return tuple(name for name, part in parts.items() if part[0] is not None)
 
 
 # ---- parts
 @contextmanager
 def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
-    """Run the block, which loads `part` of a pipeline, under a lock. Raise errors of the libraries as BadInput."""
+    """Run the block, which loads one component of a pipeline, under a lock. Errors are raised as BadInput."""
     try:
         with lock_model_construction():
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}") from error
+        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}. Copy the model again.") from error
 
 
 def load_denoiser(
     directory: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Load the denoiser, the part that is trained. Raises BadInput if its weights cannot be loaded."""
+    """Load the denoiser, the only trained component. Raises BadInput if its weights cannot be loaded."""
     model = read_pipeline(directory)
     folder = model.family.folder
     with _loading(model, folder):
@@ -191,30 +192,30 @@ def load_denoiser(
 
 
 def load_part(model: PipelineOutline, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
-    """Load a tokenizer with the class that model_index.json names. Raises BadInput if it cannot be loaded."""
+    """Load a component with the class that model_index.json names. Raises BadInput if it cannot be loaded."""
     library, kind = _read_object(model.directory / INDEX)[part]
     with _loading(model, part):
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
 
 
 def build_denoiser_outline(model: PipelineOutline) -> nn.Module:
-    """Return the denoiser on the meta device: names and shapes of its weights, without memory."""
+    """Return the denoiser on the meta device: it has names and shapes of weights, but allocates no memory."""
     kind = diffusers_class(model.family.denoiser)
     with lock_model_construction(), torch.device("meta"):
         return cast(nn.Module, kind.from_config(dict(model.denoiser)))
 
 
 def check_weights(model: PipelineOutline) -> int:
-    """Check names and shapes of the denoiser's weights, and return its number of parameters.
+    """Compare the weight files of the denoiser with its configuration, and return the number of parameters.
 
-    Raises BadInput if they differ from its configuration, or if a part has no safetensors.
+    Raises BadInput if names or shapes differ, or if a component's weights are not stored as safetensors.
     """
     required = {name: tuple(each.shape) for name, each in build_denoiser_outline(model).state_dict().items()}
     folder = model.directory / model.family.folder
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
         if has_weights and not any((model.directory / part).glob("*.safetensors")):
-            raise BadInput(f"{model.where}: no safetensors in {part}. Pickled weights are never loaded.")
+            raise BadInput(f"{model.where}: {part} contains no safetensors. Pickled weights are never loaded.")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
         header = read_header(path, where=f"{model.where}: {model.family.folder}")
@@ -223,22 +224,22 @@ def check_weights(model: PipelineOutline) -> int:
     if wrong:
         raise BadInput(
             f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
-            f"requires, first {wrong[0]}: expected {required[wrong[0]]}, found {shapes.get(wrong[0])}"
+            f"requires. {wrong[0]} must have {required[wrong[0]]}, but has {shapes.get(wrong[0])}."
         )
     return sum(int(np.prod(shape)) for shape in required.values())
 
 
 def _weights_in(folder: Path, *, where: str) -> list[Path]:
-    """Return the weight files that diffusers loads, without variants (fp16). Raises BadInput if one is missing."""
+    """Return the weight files in a folder, without variants such as fp16. Raises BadInput if a file is missing."""
     index = folder / f"{WEIGHTS}.index.json"
     named = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise BadInput(f"{where}: {folder.name}: the file {absent[0]} is missing")
+        raise BadInput(f"{where}: the file {absent[0]} is missing in the folder {folder.name}. Copy the model again.")
     return [folder / name for name in sorted(named)]
 
 
 class PromptEncoder:
-    """Frozen text encoders of a pipeline, with a cache of encoded prompts."""
+    """Frozen text encoders of a pipeline, with a cache of the prompts encoded so far."""
 
     def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
         model = read_pipeline(directory)
@@ -256,7 +257,7 @@ class PromptEncoder:
         self._encoded: dict[str, Condition] = {}
 
     def encode(self, prompt: str) -> Condition:
-        """Return the conditioning of the denoiser for a prompt, on the denoiser's device."""
+        """Return the text conditioning of the denoiser for a prompt, as tensors on the denoiser's device."""
         if prompt not in self._encoded:
             if len(self._encoded) >= MAX_CACHED_PROMPTS:
                 self._encoded.clear()
@@ -271,7 +272,7 @@ MAX_CACHED_PROMPTS: Final = 4096
 
 
 class LatentDecoder:
-    """Converter from latents to images: the pipeline's VAE, or upscaling of the latents if there is no VAE."""
+    """Converter from latents to images, which uses the VAE, or enlarges the latents if there is no VAE."""
 
     def __init__(self, directory: Path, *, device: str | torch.device) -> None:
         self._model, self._vae = read_pipeline(directory), None
@@ -284,7 +285,7 @@ class LatentDecoder:
 
     @torch.no_grad()
     def decode(self, latents_NCYX: Tensor, states: Sequence[States], seeds: Sequence[int]) -> list[Picture]:
-        """Convert latents to images, one at a time, so that no image depends on the others of a batch."""
+        """Convert latents to images one at a time, so that no image depends on the others of a batch."""
         return [
             encode_picture(self._pixels(each_CYX[None])[0], led, seed=seed)
             for each_CYX, led, seed in zip(latents_NCYX, states, seeds, strict=True)
@@ -309,7 +310,7 @@ class LatentDecoder:
 
 
 def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
-    """Return latents at the scale that the VAE decodes, by undoing their normalization in each channel."""
+    """Undo the normalization of latents in each channel, to the scale that the VAE decodes."""
     mean, std = (
         torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
     )
@@ -317,10 +318,8 @@ def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
 
 
 class FrozenParts:
-    """Loader for the frozen parts that all versions of a policy share: text encoders and VAE, loaded on first use.
-
-    They are loaded again if the parts of another policy are requested, or after `clear` has freed their memory.
-    """
+    """Loader of the frozen components that all versions of a policy share (text encoders and VAE). They are loaded on
+    first use, and again if those of another policy are requested or after `clear`."""
 
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = device
@@ -329,14 +328,14 @@ class FrozenParts:
         self._latent_decoder: LatentDecoder | None = None
 
     def prompts(self, directory: Path, *, tokens: int | None) -> PromptEncoder:
-        """Return the text encoders of a directory. `tokens` limits the longest one; None is its default limit."""
+        """Return the text encoders of a pipeline. `tokens` is the maximum prompt length, or None for the default."""
         self._turn_to(directory)
         if self._prompts is None or self._prompts[0] != tokens:
             self._prompts = (tokens, PromptEncoder(directory, tokens=tokens, device=self._device))
         return self._prompts[1]
 
     def latent_decoder(self, directory: Path) -> LatentDecoder:
-        """Return the decoder for a directory: its VAE, or upscaling if there is no VAE."""
+        """Return the decoder from latents to images for the pipeline in a directory."""
         self._turn_to(directory)
         self._latent_decoder = self._latent_decoder or LatentDecoder(directory, device=self._device)
         return self._latent_decoder
@@ -353,7 +352,7 @@ class FrozenParts:
 
 
 def _frozen_files(directory: Path) -> object:
-    """Return a value that identifies a policy's frozen files. It is the same for all versions of the policy."""
+    """Return a value that identifies the frozen files of a policy, and is equal for all of the policy's versions."""
     if not (directory / CONTENTS).is_file():
         return directory
     weights = f"{read_pipeline(directory).family.folder}/{WEIGHTS.partition('.')[0]}"
@@ -363,14 +362,14 @@ def _frozen_files(directory: Path) -> object:
 
 # ---- files
 def copy_pipeline(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizers and weights of a pipeline, but nothing that could be run as code."""
+    """Copy the configuration, tokenizers and weights of a pipeline, but no files that could be run as code."""
     for path in list_policy_files(source):
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         copyfile(source / path, target / path)
 
 
 def link_frozen_parts(parent: Path, directory: Path) -> None:
-    """Add the frozen parts of the policy in `parent` to a new version's directory, by hard links or as copies."""
+    """Add the frozen components in `parent` to a new version's directory, as hard links or else as copies."""
     folder = read_pipeline(parent).family.folder
     for path in list_policy_files(parent):
         is_weights = path.parts[0] == folder and ".safetensors" in path.name
@@ -384,7 +383,7 @@ def link_frozen_parts(parent: Path, directory: Path) -> None:
 
 
 def list_policy_files(directory: Path) -> list[Path]:
-    """Return the paths of the files that belong to the policy, relative to its directory."""
+    """Return the paths of the configuration, tokenizer and weight files of a policy, relative to its directory."""
     files = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
     inside = sorted(path.relative_to(directory) for path in files)
     return [path for path in inside if path.name != CONTENTS and not any(part.startswith(".") for part in path.parts)]
@@ -394,7 +393,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: the file cannot be read as a JSON object: {error}") from error
+        raise BadInput(f"{path}: the file cannot be read as JSON: {error}. Copy or download the file again.") from error
     if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise BadInput(f"{path}: the file must contain a JSON object, but contains a {type(content).__name__}")
     return content

@@ -45,13 +45,14 @@ from models.modeling.safetensors import save_tensors
 from models.text.tokenizer import train_tokenizer
 
 PROMPT_BYTES = 16384
-"""Maximum length of a prompt in bytes. The policy's text encoders have their own, lower limits."""
+"""Maximum length of a text-to-image prompt in bytes. The policy's text encoders have separate, lower limits."""
 BYTES = 258
 """Vocabulary size of a tokenizer that encodes bytes, including two special tokens."""
 
 
 def policy_context(directory: Path) -> int:
-    """Return the maximum number of tokens of prompt and completion together for the policy in a directory."""
+    """Return the maximum number of tokens of prompt and completion together, for the policy in a directory. For a
+    text-to-image policy, this is the maximum length of a prompt."""
     if is_pipeline(directory):
         return PROMPT_BYTES
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
@@ -59,16 +60,15 @@ def policy_context(directory: Path) -> int:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that encodes a prompt as the bytes of its text.
-
-    Rheostat stores prompts in this encoding. The text encoders of the policy have their own tokenizers.
-    """
+    """Return a tokenizer that encodes a text as its bytes. Rheostat stores the prompts of text-to-image policies in
+    this encoding, while the policy's text encoders use their own tokenizers."""
     return train_tokenizer((), vocab_size=BYTES, context=PROMPT_BYTES)
 
 
 # ---- writing
 def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a small text-to-image policy in a directory. Its tokenizer has one token for each word of the texts.
+    """Build a small text-to-image policy with random weights in a directory. Its tokenizer has one token for each word
+    of `texts`.
 
     Returns the denoiser's number of parameters. Raises BadInput if a text has too many words.
     """
@@ -78,7 +78,7 @@ def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, 
 
 
 def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Copy the pipeline of `policy.path` to a directory and add the byte tokenizer.
+    """Copy the pipeline of `policy.path` to a directory, and add the tokenizer that encodes prompts as bytes.
 
     Returns the denoiser's number of parameters. Raises BadInput if Rheostat cannot train the pipeline.
     """
@@ -90,10 +90,8 @@ def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable
 
 
 def write_merged_pipeline(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
-    """Write a pipeline with an adapter merged into its denoiser.
-
-    The weights are added in float32 and then cast to `dtype`. With `adapter` None only the cast is applied.
-    """
+    """Write a pipeline to `target` with a LoRA adapter merged into its denoiser. The weights are added in float32 and
+    then cast to `dtype`. If `adapter` is None, the weights are only cast."""
     folder = read_pipeline(base).family.folder
     model = load_merged_denoiser(base, adapter, device="cpu", dtype=torch.float32)
     tensors: dict[str, Tensor] = {name: each.to(dtype) for name, each in model.state_dict().items()}
@@ -104,10 +102,8 @@ def write_merged_pipeline(base: Path, adapter: Path | None, target: Path, *, dty
 
 # ---- loading
 def load_merged_denoiser(directory: Path, adapter: Path | None, *, device: str, dtype: torch.dtype) -> nn.Module:
-    """Load a denoiser and merge its adapter.
-
-    The weights are added in float32 on the CPU and then cast to `dtype`.
-    """
+    """Load a pipeline's denoiser and merge a LoRA adapter into it. The weights are added in float32 on the CPU and then
+    cast to `dtype`. If `adapter` is None, the weights are only cast."""
     if adapter is None:
         return load_denoiser(directory, device=device, dtype=dtype)
     wide = cast(Any, load_denoiser(directory))
@@ -119,21 +115,25 @@ def load_merged_denoiser(directory: Path, adapter: Path | None, *, device: str, 
 def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising: DenoisingConfig) -> None:
     """Raise BadInput for the first prompt that is too long, because text encoders would truncate it.
 
-    `prompts` are pairs of a prompt's origin, which is named in the message, and the prompt's text. If several encoders
-    read a prompt, the highest limit applies: if T5 is present, CLIP's encoders may truncate the prompt to 77 tokens.
-    Only tokenizers are loaded. Also raises BadInput if a text encoder is missing or `rollout.denoising.text_tokens` is
-    too high.
+    Each of the `prompts` is a pair of the prompt's origin (for messages) and its text. If several encoders read a
+    prompt, the highest limit applies: if T5 is present, CLIP's encoders may truncate the prompt to 77 tokens. Only
+    tokenizers are loaded. Also raises BadInput if a text encoder is missing or `rollout.denoising.text_tokens` is too
+    high.
     """
     model = read_pipeline(directory)
     family, limits = model.family, model.limits
     if not limits:
         required_parts = ", or ".join(f"{each.tokenizer} and {each.encoder}" for each in family.limits)
-        raise BadInput(f"{model.where}: the pipeline needs {required_parts}, but has only {', '.join(model.parts)}")
+        raise BadInput(
+            f"{model.where}: the pipeline needs {required_parts}, but model_index.json lists only "
+            f"{', '.join(model.parts)}. Use a complete copy of the model."
+        )
     limit = limits[0]
     configured = denoising.text_tokens if limit.tokens is not None else None
     if configured is not None and configured > limit.max_tokens:
         raise BadInput(
-            f"rollout.denoising.text_tokens {configured} is too high: {model.pipeline} reads at most {limit.max_tokens}"
+            f"rollout.denoising.text_tokens is {configured}, but {model.pipeline} reads at most {limit.max_tokens} "
+            "tokens of a prompt. Lower it."
         )
     tokenizer = load_part(model, limit.tokenizer)
     max_tokens = configured or limit.tokens or tokenizer.model_max_length
@@ -152,7 +152,8 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
 
 # ---- inspecting
 def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Return the size and limits of the small text-to-image policy that would be built for these texts.
+    """Return the size and limits of the small text-to-image policy that would be built from these settings and texts,
+    without building it.
 
     Raises BadInput if a text has too many words.
     """
@@ -162,8 +163,8 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
         for source, text in prompts:
             if (num_tokens := len(tokenizer(text)["input_ids"])) > policy.words:
                 raise BadInput(
-                    f"{source}: the prompt has {num_tokens} tokens with start and end, but policy.words is "
-                    f"{policy.words}"
+                    f"{source}: the prompt has {num_tokens} tokens, including start and end, but policy.words, the "
+                    f"maximum, is {policy.words}. Raise policy.words, or shorten the prompt."
                 )
         return model.check(denoising)
 
@@ -172,7 +173,8 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
 
 
 def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Return the size and limits of the pipeline in `policy.path`. Raises BadInput if Rheostat cannot train it."""
+    """Return the size and limits of the diffusers pipeline in `policy.path`. Raises BadInput if Rheostat cannot train
+    it."""
     model = read_pipeline(fetch_path(policy.path))
     check_weights(model)
     described = _describe(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
@@ -211,12 +213,13 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
 
 
 class _Measured(NamedTuple):
-    """Memory and compute of a denoiser's forward pass, per token, for an image of the default size."""
+    """Memory and compute of a denoiser's forward pass per token, measured for an image of the default size."""
 
     kept: float
     """Number of values per token that autograd keeps for the backward pass, without gradient checkpointing."""
     layers: list[float]
-    """For each layer that gradient checkpointing can recompute, the number of values in `kept` that belong to it."""
+    """For each layer whose activations gradient checkpointing can recompute, the number of values in `kept` that belong
+    to the layer."""
     again: float
     """Number of values per token that autograd keeps with gradient checkpointing."""
     products: float
@@ -224,7 +227,8 @@ class _Measured(NamedTuple):
 
 
 def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
-    """Measure memory and compute with fake tensors, which have shapes but no data, so the measurement is cheap."""
+    """Measure memory and compute of a forward pass with `text` prompt tokens. Fake tensors, which have shapes but no
+    data, make the measurement cheap."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
     side, rows = family.side(model.config), 2  # two rows, because layout changes of a single row need fewer copies
     states_NCYX, condition = (
@@ -263,5 +267,6 @@ def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _M
 
 def _no_critic() -> ModelOutline:
     raise BadInput(
-        "algorithm: text-to-image policies cannot have a critic. Use an algorithm without a critic, such as grpo."
+        "algorithm.critic is not supported for text-to-image policies. Use an algorithm without a critic, such as "
+        "algorithm.kind = 'grpo'."
     )

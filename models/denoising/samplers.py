@@ -25,12 +25,12 @@ class NoiseSchedule:
     """Noise levels of the denoising steps, with the timestep that the model receives at each step."""
 
     levels: tuple[float, ...]
-    """Noise levels, one more than steps. If the model predicts velocities: σ, from about 1 down to 0. If the model
-    predicts noise: ᾱ, from about 0 up to about 1."""
+    """Noise levels before the first step and after each step, so there is one more level than steps. For models that
+    predict velocities, σ from about 1 down to 0. For models that predict noise, ᾱ from about 0 up to about 1."""
     timesteps: tuple[float, ...]
-    """Timestep of each step: the model's input that represents the noise level before the step."""
+    """Timestep of each step, which is the model input that represents the noise level before the step."""
     prediction_type: Literal["velocity", "noise"]
-    """Quantity that the models of this schedule predict."""
+    """Quantity that a model with this schedule predicts: velocity or noise."""
 
     def __post_init__(self) -> None:
         """Check that there is one noise level more than timesteps."""
@@ -52,9 +52,9 @@ def flow_schedule(
 ) -> NoiseSchedule:
     """Return the noise schedule of diffusers' FlowMatchEulerDiscreteScheduler.
 
-    `shift` is a constant factor (Stable Diffusion 3). If shifting is dynamic (FLUX, Qwen-Image), `mu` replaces `shift`;
-    pipelines compute `mu` from the size of the image. If `terminal` is set, the last level before 0 has this value
-    (`shift_terminal`, Qwen-Image).
+    `shift` is a constant factor that shifts levels towards noise (Stable Diffusion 3). If shifting depends on the image
+    size (FLUX, Qwen-Image), `mu` is used instead of `shift`. Pipelines compute `mu` from the size of the image. If
+    `terminal` is set, the last level before 0 has this value (`shift_terminal`, Qwen-Image).
     """
     if mu is None:
         # The scheduler shifts its smallest level when it is built, and shifts this level again with the others.
@@ -81,35 +81,36 @@ def _shifted(levels: Tensor, shift: float) -> Tensor:
 def ddim_schedule(
     steps: int, alphas_cumprod: Tensor, *, spacing: str, steps_offset: int, set_alpha_to_one: bool
 ) -> NoiseSchedule:
-    """Return the noise schedule of diffusers' DDIMScheduler.
+    """Return the noise schedule of diffusers' DDIMScheduler, with one difference: each step ends at the noise level at
+    which the next step begins.
 
-    Each step ends at the level of the next timestep. diffusers' scheduler instead always goes down by `train // steps`
-    timesteps. If timesteps are spaced differently ('linspace', or 'trailing' if `steps` does not divide the training
-    timesteps), diffusers' steps therefore end at other levels. Raises BadInput if a timestep is outside of the training
-    timesteps or is pure noise, or if the spacing is unknown.
+    A step of diffusers' scheduler always goes down by `train // steps` timesteps. If timesteps are spaced differently
+    ('linspace', or 'trailing' if `steps` does not divide the training timesteps), the steps in diffusers therefore end
+    at other levels. Raises BadInput if a timestep is outside of the training timesteps or is pure noise, or if the
+    spacing is unknown.
     """
     train = len(alphas_cumprod)
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
     if steps > train or timesteps[0] >= train:
         raise BadInput(
-            f"{steps} steps, spacing {spacing!r}, steps_offset {steps_offset}: timesteps must be below the {train} "
-            f"timesteps of training, found {timesteps[0]}"
+            f"with {steps} steps, timestep_spacing {spacing!r} and steps_offset {steps_offset}, the first timestep is "
+            f"{timesteps[0]}, but the model was trained on timesteps below {train}. Lower rollout.denoising.steps, or "
+            "correct the model's scheduler_config.json."
         )
     end = 1.0 if set_alpha_to_one else alphas_cumprod[0].item()
     levels = (*alphas_cumprod[timesteps].tolist(), end)
     if levels[0] <= 0:
         raise BadInput(
-            f"alphas_cumprod[{timesteps[0]}] must be more than 0, found {levels[0]}. At pure noise, predicting the "
-            "noise does not determine the picture (rescale_betas_zero_snr needs another prediction_type)."
+            f"alphas_cumprod[{timesteps[0]}] of the model's scheduler is {levels[0]}, but it must be more than 0: at "
+            "pure noise, predicted noise does not determine the picture. A model with rescale_betas_zero_snr needs "
+            "another prediction_type. Use another model."
         )
     return NoiseSchedule(levels, tuple(map(float, timesteps)), prediction_type="noise")
 
 
 def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) -> list[int]:
-    """Return the timesteps in descending order, from noise to image.
-
-    The names of spacings are those of arXiv 2305.08891, table 2.
-    """
+    """Return the timesteps in descending order, from noise to image. `train` is the number of training timesteps. The
+    names of spacings are those of arXiv 2305.08891, table 2."""
     match spacing:
         case "leading":
             return [k * (train // steps) + steps_offset for k in reversed(range(steps))]
@@ -118,17 +119,24 @@ def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) 
         case "trailing":
             return [round(train - k * train / steps) - 1 for k in range(steps)]
         case _:
-            raise BadInput(f"timestep_spacing: expected 'leading', 'linspace' or 'trailing', found {spacing!r}")
+            raise BadInput(
+                "timestep_spacing in the model's scheduler_config.json must be 'leading', 'linspace' or 'trailing', "
+                f"found {spacing!r}"
+            )
 
 
 MIN_NOISE: Final = 0.01
-"""Minimum standard deviation of the noise in a trained denoising step. States have a standard deviation of about 1. The
-flow-matching schedules of diffusers reach level 0.001 before the last step, at which `cps` with noise 0.8 has a
-standard deviation of 0.00095."""
+"""Minimum standard deviation of the noise that a denoising step must add to be trained on. States have a standard
+deviation of about 1.
+
+The flow-matching schedules of diffusers reach level 0.001 before the last step, at which the sampler `cps` with noise
+0.8 has a standard deviation of 0.00095.
+"""
 
 
 class Transition(Protocol):
-    """Sampler function that returns the normal distribution of the next states. `transition` calls this function."""
+    """Function of one sampler that returns the normal distribution of the next states. `transition` calls the function
+    of the configured sampler."""
 
     def __call__(
         self,
@@ -152,16 +160,19 @@ def transition(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean (N x D) and standard deviation (N) of the next states under the configured sampler.
 
-    `prediction_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
+    `x_ND` are the current states (noisy latents), `prediction_ND` is the model's prediction for these states, and
+    `steps_N` is the denoising step of each state.
     """
     assert sampler.prediction_type == schedule.prediction_type, (
-        f"{sampler.label} reads {sampler.prediction_type}, but the model predicts {schedule.prediction_type}"
+        f"sampler {sampler.label!r} needs a model that predicts the {sampler.prediction_type}, but this one predicts "
+        f"the {schedule.prediction_type}"
     )
     return cast(Transition, implementation_of(sampler))(x_ND, prediction_ND, steps_N, schedule, sampler)
 
 
 def deterministic(x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Return the next states without added noise (N x D): an Euler step along the velocity, or DDIM with η = 0."""
+    """Return the next states without added noise (N x D). The step is an Euler step along the velocity, or a DDIM step
+    with η = 0 if the model predicts noise."""
     if schedule.prediction_type == "noise":
         return _ddim(x_ND, prediction_ND, steps_N, schedule, noise=0.0)[0]
     level_N, after_N = _around(steps_N, schedule)
@@ -169,11 +180,11 @@ def deterministic(x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule
 
 
 def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
-    """Return the indices of the steps that can be trained, because they add enough noise to have a usable probability.
+    """Return the indices of the steps that can be trained, because they add noise with a standard deviation of at least
+    `MIN_NOISE`.
 
-    Steps with a standard deviation below `MIN_NOISE` are omitted. A log-prob divides by the variance, so tiny changes
-    of the mean at such a step would outweigh all other steps. These steps are at the end of a schedule. Flow-GRPO also
-    omits the last step.
+    The log-prob of a step divides by the variance of its noise, so tiny changes of the mean at a step with less noise
+    would outweigh all other steps. Such steps are at the end of a schedule. Flow-GRPO also omits the last step.
     """
     nothing_ND = torch.zeros(schedule.steps, 1)
     _, std_N = transition(sampler, nothing_ND, nothing_ND, torch.arange(schedule.steps), schedule)
@@ -183,7 +194,8 @@ def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
 def sde(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: SdeSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the next states' distribution in Flow-GRPO (arXiv 2505.05470, eq. 9), with g² = a²σ/(1 − σ).
+    """Return the distribution (mean and standard deviation) of the next states in Flow-GRPO (arXiv 2505.05470, eq. 9),
+    with g² = a²σ/(1 − σ).
 
     At σ = 1, g² would be infinite. There, 1 − σ is computed from the second noise level, as in the authors' code.
     """
@@ -195,7 +207,8 @@ def sde(
 def dance(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DanceSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the next states' distribution in DanceGRPO (arXiv 2505.07818, eq. 8), with g = η at every level."""
+    """Return the distribution (mean and standard deviation) of the next states in DanceGRPO (arXiv 2505.07818, eq. 8),
+    with g = η at every noise level."""
     square_N = torch.full(steps_N.shape, sampler.noise**2, dtype=torch.float64, device=steps_N.device)
     return _diffused(x_ND, prediction_ND, steps_N, schedule, square_N=square_N)
 
@@ -203,7 +216,8 @@ def dance(
 def _diffused(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return an Euler-Maruyama step of the SDE with g² = `square_N` that has the same marginals as the ODE."""
+    """Return mean and standard deviation of an Euler-Maruyama step of the SDE with g² = `square_N`, which has the same
+    marginal distributions as the deterministic ODE."""
     level_N, after_N = _around(steps_N, schedule)
     change_N = after_N - level_N
     pull_N = square_N * change_N / (2 * level_N)
@@ -214,10 +228,12 @@ def _diffused(
 def cps(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: CpsSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the distribution of a coefficients-preserving step (arXiv 2509.05952).
+    """Return the distribution (mean and standard deviation) of the next states in coefficients-preserving sampling
+    (arXiv 2509.05952).
 
-    The next state is (1 − σ')·x̂0 + σ'·(cos(aπ/2)·x̂1 + sin(aπ/2)·fresh noise). Therefore the amount of noise in a
-    state always matches its level. The last step adds no noise, because its σ' is 0.
+    The next state is (1 − σ')·x̂0 + σ'·(cos(aπ/2)·x̂1 + sin(aπ/2)·fresh noise), where x̂0 is the predicted image, x̂1
+    the predicted noise and σ' the next noise level. Therefore the amount of noise in a state always matches its level.
+    The last step adds no noise, because its σ' is 0.
     """
     level_N, after_N = _around(steps_N, schedule)
     angle = sampler.noise * math.pi / 2
@@ -231,7 +247,8 @@ def cps(
 def ddim(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DdimSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the distribution of a noisy DDIM step (arXiv 2010.02502, eq. 12, 16), as in DDPO (arXiv 2305.13301)."""
+    """Return the distribution (mean and standard deviation) of the next states in DDIM with noise (arXiv 2010.02502,
+    eq. 12, 16), as in DDPO (arXiv 2305.13301)."""
     return _ddim(x_ND, prediction_ND, steps_N, schedule, noise=sampler.noise)
 
 
@@ -250,17 +267,20 @@ def _ddim(
 def step_logprobs(
     next_ND: Tensor, mean_ND: Tensor, std_N: Tensor, *, weighting: Literal["exact", "published"] = "exact"
 ) -> Tensor:
-    """Return the log-prob of the next states (N), as a mean over latents and without the terms that cancel in ratios.
+    """Return the log-prob of each next state (N) under a normal distribution, as a mean over latents and without the
+    terms that cancel in probability ratios.
 
-    Because of the mean, a probability ratio is the D-th root of the ratio of the full densities. With "published" the
-    factor 1/(2s²) is omitted, as in the code of arXiv 2509.05952. Standard deviations must not be 0.
+    Because of the mean over D latents, a probability ratio is the D-th root of the ratio of the full densities. With
+    the weighting "published", the factor 1/(2s²) is omitted, as in the code of arXiv 2509.05952. Standard deviations
+    must not be 0.
     """
     squares_N = _mean_square(next_ND, mean_ND)
     return -squares_N if weighting == "published" else -squares_N / (2 * std_N.square())
 
 
 def step_divergence(mean_ND: Tensor, other_ND: Tensor, std_N: Tensor) -> Tensor:
-    """Return KL(mean ‖ other) of normal distributions with the same standard deviation (N), averaged over latents."""
+    """Return the KL divergence between normal distributions with means `mean_ND` and `other_ND` and equal standard
+    deviations `std_N` (N), averaged over latents."""
     return _mean_square(mean_ND, other_ND) / (2 * std_N.square())
 
 
@@ -277,16 +297,14 @@ def _mixed(x_ND: Tensor, prediction_ND: Tensor, *, kept_N: Tensor, moved_N: Tens
 def _floats(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Cast both tensors to float32, or to float64 if one of them is float64.
 
-    One step changes a state by less than the resolution of half precision.
+    Half precision is not sufficient, because one denoising step changes a state by less than its resolution.
     """
     dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
     return one.to(dtype), other.to(dtype)
 
 
 def _around(steps_N: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
-    """Return the noise levels before and after each of the given steps.
-
-    The levels are in float64, because adjacent levels differ little.
-    """
+    """Return the noise levels before and after each of the given steps, in float64, because adjacent levels differ
+    little."""
     levels_L = torch.tensor(schedule.levels, dtype=torch.float64, device=steps_N.device)
     return levels_L[steps_N], levels_L[steps_N + 1]

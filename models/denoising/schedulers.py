@@ -14,12 +14,14 @@ from models.denoising.families import DenoiserFamily, diffusers_class
 from models.denoising.samplers import NoiseSchedule, ddim_schedule, flow_schedule
 
 TIMESTEPS: Final = 1000
-"""Number of training timesteps. The pipelines of flow-matching models have this number in their code."""
+"""Number of training timesteps of flow-matching models. The pipelines of diffusers have this number in their code."""
 _FLOW: Final = "FlowMatchEulerDiscreteScheduler"
 _NOISE: Final = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler")
-"""Schedulers whose configuration contains the noise levels with which a noise-predicting model was trained."""
+"""Names of the schedulers whose configuration contains the noise levels with which a noise-predicting model was
+trained."""
 _CLIP: Final = ("DDIMScheduler", "DDPMScheduler")
-"""Schedulers that clip predicted images by default. Their configuration must disable this."""
+"""Names of the schedulers that clip predicted images by default. Models are accepted only if their configuration
+disables clipping."""
 _PLAIN: Final = (
     "invert_sigmas",
     "rescale_betas_zero_snr",
@@ -29,24 +31,25 @@ _PLAIN: Final = (
     "use_exponential_sigmas",
     "use_karras_sigmas",
 )
-"""Settings that must be off, because they change the noise levels or the denoising steps in ways not supported here."""
+"""Scheduler settings that must be off, because Rheostat does not implement their changes to noise levels or denoising
+steps."""
 
 
 def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where: str) -> None:
-    """Raise BadInput if a scheduler's noise levels or its prediction type are not supported by the samplers.
-
-    `where` names the policy in messages.
-    """
+    """Raise BadInput if the samplers do not support a scheduler's noise levels or its prediction type. `config` is the
+    scheduler's configuration, and `where` names the policy in messages."""
     kind, is_flow = config.get("_class_name"), family.prediction_type == "velocity"
     if is_flow and kind != _FLOW:
         raise BadInput(
-            f"{where}: scheduler {kind} is not supported: {family.denoiser} is a flow-matching model and needs {_FLOW}"
+            f"{where}: the scheduler {kind} is not supported, because {family.denoiser} is a flow-matching model and "
+            f"needs {_FLOW}. Change the scheduler of the model directory, or use another model."
         )
     prediction = config.get("prediction_type", "epsilon")
     if not is_flow and (kind not in _NOISE or prediction != "epsilon"):
         raise BadInput(
-            f"{where}: scheduler {kind} with prediction_type {prediction!r} is not supported. DDIM needs "
-            f"prediction_type 'epsilon' and one of {', '.join(_NOISE)}."
+            f"{where}: the scheduler {kind} with prediction_type {prediction!r} is not supported. Models that predict "
+            f"noise need prediction_type 'epsilon' and one of the schedulers {', '.join(_NOISE)}. Change the "
+            "scheduler of the model directory, or use another model."
         )
     required: dict[str, object] = dict.fromkeys(_PLAIN, False)
     required |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
@@ -58,14 +61,15 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     for name, value in required.items():
         if settings.get(name, value) != value:
             raise BadInput(
-                f"{where}: scheduler {kind}: {name} {settings[name]!r} is not supported. Only {value!r} is supported."
+                f"{where}: the scheduler {kind} has {name} = {settings[name]!r}, which is not supported. Set it to "
+                f"{value!r} in scheduler_config.json if the model was trained with this value, or use another model."
             )
 
 
 def schedule_of(
     scheduler: Mapping[str, Any], family: DenoiserFamily, config: DenoisingConfig, *, tokens: int
 ) -> NoiseSchedule:
-    """Return the noise levels and timesteps of the denoising steps.
+    """Return the noise levels and timesteps of the denoising steps, given the scheduler's configuration.
 
     `tokens` is the number of tokens that the denoiser reads for one image. Raises BadInput if the configured sampler
     does not support the model's kind of prediction (velocity or noise).
@@ -73,8 +77,8 @@ def schedule_of(
     if config.sampler.prediction_type != family.prediction_type:
         fitting = "'ddim'" if family.prediction_type == "noise" else "'sde', 'dance' or 'cps'"
         raise BadInput(
-            f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} predicts the "
-            f"{family.prediction_type}. Use {fitting}."
+            f"rollout.denoising.sampler.kind is {config.sampler.kind!r}, but {family.denoiser} predicts the "
+            f"{family.prediction_type}. Set the kind to {fitting}."
         )
     if family.prediction_type == "noise":
         return _noise_schedule(scheduler, config)
@@ -86,9 +90,10 @@ def schedule_of(
 
 
 def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
-    """Return `mu` of `flow_schedule`, the shift of noise levels towards noise, for an image of `tokens` tokens.
+    """Return the shift of noise levels towards noise (`mu` of `flow_schedule`) for an image of `tokens` tokens.
 
-    The shift is linear in the number of image tokens. Missing settings have the defaults of diffusers' pipelines.
+    The shift is linear in the number of image tokens. Missing settings of the scheduler have the defaults of diffusers'
+    pipelines.
     """
     min_length, max_length = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
     low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)

@@ -24,14 +24,15 @@ from models.text.tokenizer import EOS, PAD
 BEGIN: Final = "<|begin|>"
 UNKNOWN: Final = "<|unknown|>"
 ENCODERS: Final = 2
-"""Number of CLIP text encoders of Stable Diffusion 3. Its third text encoder, T5, is omitted."""
+"""Number of CLIP text encoders in a Stable Diffusion 3 pipeline. Policies built here omit T5, its third text
+encoder."""
 
 
 def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token for each word of the texts.
+    """Build a tokenizer with one token for each word of the texts. `context` is the maximum number of tokens of a text,
+    including the start and end tokens.
 
-    `context` is the maximum number of tokens including begin and end. Raises BadInput if a text has more words than
-    fit.
+    Raises BadInput if a text has too many words.
     """
     words: dict[str, None] = {}
     for text in texts:
@@ -39,7 +40,8 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
         words |= dict.fromkeys(tokens)
         if len(tokens) + 2 > context:
             raise BadInput(
-                f"policy.words {context} is too low: the prompt {text!r} has {len(tokens)} words plus start and end"
+                f"policy.words is {context}, but the prompt {text!r} has {len(tokens)} words plus a start and an end "
+                "token. Raise policy.words."
             )
     vocabulary = {word: number for number, word in enumerate((PAD, BEGIN, UNKNOWN, *sorted(words), EOS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -59,7 +61,7 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
 
 
 def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build the policy with random weights and save it as a diffusers pipeline.
+    """Build a small text-to-image policy with random weights, and save it as a diffusers pipeline.
 
     Returns the denoiser's number of parameters. Raises BadInput if one of the `texts` has too many words for
     `policy.words`.
@@ -85,14 +87,15 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
 
 
 def scratch_model(policy: ScratchDiffusionPolicy) -> PipelineOutline:
-    """Return what `read_pipeline` would return for the policy's directory, before the policy is built."""
+    """Return the description of the policy's pipeline before it is built. It equals the result of `read_pipeline` on
+    the policy's directory."""
     family = process_tree("StableDiffusion3Pipeline", "SD3Transformer2DModel")
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": policy.shift}
     return PipelineOutline(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
 
 
 def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:
-    """Return the denoiser's configuration in the format of diffusers."""
+    """Return the contents of the denoiser's config.json in the format of diffusers."""
     return {
         "sample_size": policy.side,
         "patch_size": policy.patch_size,
@@ -111,8 +114,8 @@ def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:
 def _encoder(policy: ScratchDiffusionPolicy, tokenizer: PreTrainedTokenizerFast) -> CLIPTextModelWithProjection:
     """Build a text encoder with random embeddings of words and positions.
 
-    As conditioning, diffusers uses the input of an encoder's last block. In this encoder of one block, this input is
-    the embeddings.
+    The conditioning in diffusers is the input of an encoder's last block. This encoder has a single block, so the
+    conditioning is the embeddings.
     """
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),

@@ -35,14 +35,15 @@ from models.vision.color_conversion import decode_rgb
 
 @dataclass(frozen=True, slots=True)
 class GenerationSetup:
-    """All parts and settings of a text-to-image policy except its denoiser."""
+    """All components and settings that are needed to generate or train images with a text-to-image policy, except the
+    denoiser."""
 
     family: DenoiserFamily
-    """Family of the denoiser, which defines how the model is called."""
+    """Family of the denoiser (such as Stable Diffusion 3), which defines how the denoiser is called."""
     schedule: NoiseSchedule
     """Noise levels of the denoising steps."""
     shape: tuple[int, int, int]
-    """Channels, height and width of a state."""
+    """Channels, height and width of a state (the noisy latents of an image)."""
     config: DenoisingConfig
     """Settings of image generation, such as the sampler and the guidance scale."""
     prompts: PromptEncoder
@@ -52,7 +53,8 @@ class GenerationSetup:
 
     @classmethod
     def load(cls, directory: Path, config: DenoisingConfig, frozen: FrozenParts) -> Self:
-        """Load the parts from a policy's directory, with the text encoders of `frozen`."""
+        """Load the components from a policy's directory. The text encoders come from `frozen`, which keeps them between
+        versions of a policy."""
         model = read_pipeline(directory)
         return cls(
             family=model.family,
@@ -64,15 +66,16 @@ class GenerationSetup:
         )
 
     def encode_prompts(self, prompts: Sequence[ModelInput], rows: Sequence[int]) -> Condition:
-        """Return the text conditioning of the prompts, with one row for each index in `rows`."""
+        """Return the text conditioning of prompts, with one row for each index in `rows`. Equal prompts are encoded
+        once."""
         texts = [self.tokenizer.decode(each.prompt.tolist(), skip_special_tokens=True) for each in prompts]
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}  # equal within a group
         return select_conditions([self.prompts.encode(text) for text in places], [places[texts[row]] for row in rows])
 
     def encode_empty_prompt(self, count: int, model: nn.Module) -> Condition | None:
-        """Return the conditioning of an empty prompt for classifier-free guidance, with `count` rows.
+        """Return the text conditioning of an empty prompt, repeated in `count` rows, for classifier-free guidance.
 
-        Returns None if guidance is off (1), or if the guidance scale is an input of the denoiser.
+        Returns None if guidance is off (scale 1), or if the guidance scale is an input of the denoiser.
         """
         if self.config.guidance == 1 or has_guidance_input(model):
             return None
@@ -86,10 +89,11 @@ class GenerationSetup:
         condition: Condition,
         empty_condition: Condition | None,
     ) -> Tensor:
-        """Return the predicted velocity or noise of states at the beginning of their steps, in float32 (N x D).
+        """Return the predicted velocity or noise for states at the beginning of their denoising steps, in float32 (N x
+        D).
 
-        `condition` is the conditioning of the prompts. If `empty_condition`, the conditioning of the empty prompt, is
-        not None, classifier-free guidance is applied.
+        `condition` is the text conditioning of the prompts. If `empty_condition` (that of the empty prompt) is not
+        None, classifier-free guidance is applied.
         """
         dtype, count = next(model.parameters()).dtype, len(states_ND)
         times = torch.tensor(self.schedule.timesteps, dtype=torch.float32, device=states_ND.device)[steps_N]
@@ -109,38 +113,39 @@ class GenerationSetup:
         return unconditional_ND + self.config.guidance * (conditional_ND - unconditional_ND)
 
     def trained_steps(self, within: range | None) -> range:
-        """Return the contiguous range of steps that are trained:
-        all noisy steps, or the noisy steps within `within`.
-        """
+        """Return the contiguous range of denoising steps that are trained: all steps with enough noise, restricted to
+        `within` if it is not None."""
         noisy = noisy_steps(self.config.sampler, self.schedule)
         chosen = [step for step in noisy if within is None or step in within]
         return range(chosen[0], chosen[-1] + 1) if chosen else range(0)
 
     def logprobs(self, next_ND: Tensor, mean_ND: Tensor, std_N: Tensor) -> Tensor:
-        """Return the log-prob of each next state (N), weighted as the sampler specifies."""
+        """Return the log-prob of each next state (N), given the mean and standard deviation of its distribution. The
+        weighting is that of the configured sampler."""
         return step_logprobs(next_ND, mean_ND, std_N, weighting=self.config.sampler.weighs)
 
 
 class StepInput(NamedTuple):
-    """Input of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
+    """Input of one forward pass. This class is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
 
     states_ND: Tensor
-    """States (noisy latents) before each trained step."""
+    """States (noisy latents) before each trained denoising step."""
     next_ND: Tensor
-    """States after each step. In supervised training: the target velocities."""
+    """States after each trained denoising step. In supervised training, the target velocities."""
     steps_N: Tensor
-    """Index of each step. In supervised training: the noise levels."""
+    """Index of each trained denoising step. In supervised training, the noise levels."""
     condition: Condition
     """Text conditioning, with one row for each state."""
     empty_condition: Condition | None
-    """Conditioning of the empty prompt, or None without guidance."""
+    """Text conditioning of the empty prompt for classifier-free guidance, or None without guidance."""
     num_trained: int
-    """Number of trained steps. If there is none, one dummy state is read, so that the forward pass of every rank has
-    gradients."""
+    """Number of trained denoising steps. If it is 0, the input contains one dummy state, so that the forward pass of
+    every rank has gradients."""
 
 
 class StepModule(TokenModule):
-    """Denoiser that returns one float32 number for each trained step. `forward` takes a `StepInput`."""
+    """Base class of denoisers in training, which return one float32 number for each trained denoising step. `forward`
+    takes a `StepInput`."""
 
     shares_prompts = False
 
@@ -155,7 +160,8 @@ class StepModule(TokenModule):
         checkpoint_denoiser(self.model, is_enabled=is_enabled)
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """Return a micro-batch as a `StepInput` on the device, with the states of its images."""
+        """Convert a micro-batch to a `StepInput` on the device. The states before and after each step are read from the
+        stored images."""
         setup, dimensions = self.setup, int(np.prod(self.setup.shape))
         count = len(batch.targets_N)
         if not count:
@@ -185,7 +191,7 @@ class StepModule(TokenModule):
         return self.prepare_inputs(batch, device)
 
     def transitions(self, inputs: StepInput) -> tuple[Tensor, Tensor]:
-        """Return the mean (N x D) and standard deviation (N) of the next state of each state."""
+        """Return the mean (N x D) and standard deviation (N) of the distribution of each next state."""
         prediction_ND = self.setup.predict(
             self.model, inputs.states_ND, inputs.steps_N, inputs.condition, inputs.empty_condition
         )
@@ -194,7 +200,8 @@ class StepModule(TokenModule):
         )
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the denoiser's weights, without the frozen parts. Returns the written files by name."""
+        """Write the denoiser's weights, without the frozen components. Returns the written files by their path relative
+        to the directory."""
         name = f"{self.setup.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
         # Copy one tensor at a time: ZeRO-3 could not release a tensor while numpy shares its memory.
@@ -205,24 +212,25 @@ class StepModule(TokenModule):
 
 
 class StepLogprobs(StepModule):
-    """Denoiser that returns the log-prob of each trained step."""
+    """Denoiser that returns the log-prob of each trained denoising step."""
 
     _expected: tuple[Tensor, Tensor]
-    """Means (N x D) and standard deviations (N) of the next states in the last forward pass."""
+    """Means (N x D) and standard deviations (N) of the next states that the last forward pass predicted."""
 
     def forward(self, inputs: StepInput) -> Tensor:
-        """Return the log-prob of each trained step in float32 (N)."""
+        """Return the log-prob of each trained denoising step in float32 (N)."""
         mean_ND, std_N = self.transitions(inputs)
         self._expected = (mean_ND[: inputs.num_trained], std_N[: inputs.num_trained])
         return self.setup.logprobs(inputs.next_ND, mean_ND, std_N)[: inputs.num_trained]
 
     @property
     def means(self) -> Tensor:
-        """Means of the next states in the last forward pass (N x D)."""
+        """Means of the next states that the last forward pass predicted (N x D)."""
         return self._expected[0]
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the KL divergence of the last forward pass from other means (N), averaged over latents."""
+        """Return the KL divergence between the distributions predicted in the last forward pass and those with the
+        means `means_ND` (N), averaged over latents."""
         mean_ND, std_N = self._expected
         return step_divergence(mean_ND, means_ND, std_N)
 
@@ -230,9 +238,10 @@ class StepLogprobs(StepModule):
 class FlowMatching(StepModule):
     """Denoiser in supervised training on images (flow matching).
 
-    The single completion token of a row is the seed of the noise and the noise level that are applied to the row's
-    image. The value returned for a token is minus the squared error. The mean of the error over the rows is the loss of
-    flow matching (arXiv 2210.02747, eq. 9), with levels sampled as in Stable Diffusion 3 (arXiv 2403.03206, eq. 19).
+    Each row of a batch is an image with a single completion token. This token is a seed, from which the noise and the
+    noise level that are applied to the image are sampled. The value returned for a row is minus the squared error of
+    the prediction. The mean of the error over the rows is the loss of flow matching (arXiv 2210.02747, eq. 9), with
+    levels sampled as in Stable Diffusion 3 (arXiv 2403.03206, eq. 19).
     """
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
@@ -275,7 +284,8 @@ def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
 def encode_image_examples(
     examples: Sequence[tuple[str, bytes]], tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> list[ModelInput]:
-    """Encode captions and images as the inputs on which `FlowMatching` is trained."""
+    """Encode pairs of caption and image as the inputs on which `FlowMatching` is trained. The caption becomes the
+    prompt, and the single completion token is a seed for the noise."""
     bound = 2**31
     return [
         ModelInput.from_prompt(tokenizer(caption)["input_ids"], (digest_of(picture),)).append_completion(
@@ -286,7 +296,8 @@ def encode_image_examples(
 
 
 def _add_noise(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Return the image as a state (D), and the noise (D) and the noise level that are sampled with the seed."""
+    """Decode an image file, and sample the noise to be added to it. Returns the image as a flat array (D), the noise
+    (D) and the noise level between 0 and 1."""
     rng = np.random.Generator(np.random.Philox(seed))
     level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))
     pixels_YXC = np.asarray(decode_rgb(encoded), np.float32) / 127.5 - 1

@@ -30,12 +30,12 @@ class ResolvedEndpoint:
 
     scheme: str
     host: str
-    """Host in lower case. An IPv6 address has no brackets."""
+    """Host of the URL in lower case. An IPv6 address has no brackets."""
     port: int
     path: str
     """Path of the URL without a trailing `/`."""
     allow_private: bool
-    """Whether the host may have a private address."""
+    """Whether the host may have a private IP address."""
 
     @property
     def authority(self) -> str:
@@ -58,11 +58,13 @@ def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private
     if (host, port) not in allowed and (host, None) not in allowed:
         near = difflib.get_close_matches(parts.netloc.lower(), allowed_hosts, n=1, cutoff=0)
         raise BadInput(
-            f"endpoint {base_url!r}: {_add_brackets(host)}:{port} is not in allowed_hosts, did you mean {near[0]!r}?"
+            f"endpoint {base_url!r}: {_add_brackets(host)}:{port} is not listed in allowed_hosts. Add it there, or "
+            f"correct base_url; did you mean {near[0]!r}?"
         )
     if parts.scheme == "http" and not allow_private:
         raise BadInput(
-            f"endpoint {base_url!r}: use https. Plain http is allowed only for private addresses with allow_private."
+            f"endpoint {base_url!r}: plain http is only allowed for private addresses and with allow_private = true. "
+            "Use https."
         )
     return ResolvedEndpoint(
         scheme=parts.scheme, host=host, port=port, path=parts.path.rstrip("/"), allow_private=allow_private
@@ -126,15 +128,22 @@ def _split_url(base_url: str) -> SplitResult:
         parts = urlsplit(base_url)
         _ = parts.port
     except ValueError as error:
-        raise BadInput(f"endpoint: expected a base_url such as https://judge.example.com/v1: {error}") from None
+        raise BadInput(
+            f"endpoint: base_url is not a valid URL ({error}). Write it like https://judge.example.com/v1"
+        ) from None
     if parts.username is not None or parts.password is not None:  # the URL is not shown because it contains a secret
         raise BadInput(
             "endpoint: base_url contains a user name or password. Put the key into api_key_variable instead."
         )
     if parts.scheme not in PORTS:
-        raise BadInput(f"endpoint {base_url!r}: expected the scheme https or http, found {parts.scheme!r}")
+        raise BadInput(
+            f"endpoint {base_url!r}: base_url must start with https:// or http://, but its scheme is {parts.scheme!r}"
+        )
     if parts.query or parts.fragment or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII) or base_url[-1:] in "?#":
-        raise BadInput(f"endpoint {base_url!r}: expected a plain path such as /v1, without query or fragment")
+        raise BadInput(
+            f"endpoint {base_url!r}: the path of base_url may only contain letters, digits and . _ ~ / -, without a "
+            "query (?) or a fragment (#). Write a plain path such as /v1"
+        )
     return parts
 
 
@@ -146,7 +155,10 @@ def _read_host(parts: SplitResult, base_url: str) -> str:
             return str(ipaddress.IPv6Address(host))
     elif re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
         return host
-    raise BadInput(f"endpoint {base_url!r}: expected a host name in ASCII or an address, found {parts.hostname!r}")
+    raise BadInput(
+        f"endpoint {base_url!r}: the host must be an ASCII name or an IP address, found {parts.hostname!r}. Write "
+        "international names in punycode (xn--…)"
+    )
 
 
 def _parse_allowed_host(entry: str) -> tuple[str, int | None]:
@@ -157,7 +169,9 @@ def _parse_allowed_host(entry: str) -> tuple[str, int | None]:
             return _read_host(parts, entry), parts.port
     except ValueError:
         pass
-    raise BadInput(f"allowed_hosts: expected `host` or `host:port`, found {entry!r}")
+    raise BadInput(
+        f"allowed_hosts: each entry must be `host` or `host:port`, found {entry!r}. Remove the scheme and the path"
+    )
 
 
 def _unwrap_address(address: Address) -> Address:
@@ -172,17 +186,17 @@ def _unwrap_address(address: Address) -> Address:
 def _find_fault(address: Address, endpoint: ResolvedEndpoint) -> str:
     """Return the reason why nothing may be sent to an IP address, or an empty string if the address is allowed."""
     if address in METADATA:
-        return "the metadata service of a cloud, which is never allowed"
+        return "the metadata service of a cloud, which is never allowed. Set base_url to another host."
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
-        return "which is not the address of a single machine"
+        return "which is not the address of a single machine. Correct base_url, or the name server's entry."
     private = not address.is_global or getattr(address, "is_site_local", False)
     if private and not endpoint.allow_private:
         return "a private, loopback or link-local address. Set allow_private = true if this is intended."
     if endpoint.scheme == "http" and not private:
-        return "a public address, which needs https"
+        return "a public address, to which plain http is not allowed. Use https."
     return ""
 
 
 def _add_brackets(host: str) -> str:
-    """Return the host with brackets if it is an IPv6 address."""
+    """Return the host as it is written in a URL, which is with brackets if it is an IPv6 address."""
     return f"[{host}]" if ":" in host else host

@@ -140,8 +140,13 @@ class EndpointClient:
         except _Unanswered as failure:
             # Some requests crash a server. A request that fails while others are answered is treated as its own error.
             if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._answered > before:
-                return request.refusal("the endpoint answers 500 to this request, and answers others")
-            down = f"{self} is down: {failure}, at attempt {attempts} of {attempts}"
+                return request.refusal(
+                    "the endpoint responds with status 500 to this request, although it answers other requests"
+                )
+            down = (
+                f"{self} did not answer a request in {attempts} attempts. The last attempt failed: {failure}. Check "
+                "that the server runs and is reachable"
+            )
             if request.outage is not None:
                 return request.outage(down)
             raise EndpointDown(down) from failure
@@ -157,7 +162,7 @@ class EndpointClient:
             async with asyncio.timeout(seconds), post(json=request.body()) as response:
                 data = await _read_body(response, max_bytes=self._max_bytes)
         except TimeoutError:
-            raise _Unanswered(f"no answer within {seconds:g} s") from None
+            raise _Unanswered(f"no response within {seconds:g} s (timeout_seconds)") from None
         except httpx.TransportError as error:
             raise _Unanswered(redact(f"{type(error).__name__}: {error}".rstrip(": "), self._key)) from None
         finally:
@@ -170,21 +175,22 @@ class EndpointClient:
         status = response.status_code
         if status in RETRIED_STATUSES or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             pause = _parse_retry_after(response.headers.get("Retry-After", ""))
-            raise _Unanswered(f"it answers {_format_status(status)}", status=status, retry_after=pause)
+            raise _Unanswered(f"the server responded with {_format_status(status)}", status=status, retry_after=pause)
         if status in SINGLE_REQUEST_STATUSES:
-            return request.refusal(f"the endpoint answers {_format_status(status)}: {self._excerpt(data)}")
+            return request.refusal(f"the endpoint responded with {_format_status(status)}: {self._excerpt(data)}")
         if response.has_redirect_location:
             raise WorkerFailed(
-                f"{self} answered {_format_status(status)}: redirects are not followed. Set base_url to the final URL."
+                f"{self} responded with {_format_status(status)}, but redirects are not followed. Set base_url to the "
+                "final URL."
             )
         if status != HTTPStatus.OK:
-            raise WorkerFailed(f"{self} answered {_format_status(status)}: {self._excerpt(data)}")
+            raise WorkerFailed(f"{self} rejected a request with {_format_status(status)}: {self._excerpt(data)}")
         if len(data) > self._max_bytes:
             return request.refusal(f"the response is longer than {self._max_bytes} bytes")
         return request.answer(data)
 
     def _excerpt(self, data: bytes) -> str:
-        """Return the start of a response in one line, with the API key redacted, because some servers repeat it."""
+        """Return the start of a response in one line, with the API key removed, because some servers repeat it."""
         text = " ".join(data[:MAX_QUOTED].decode(errors="replace").split())
         return redact(text, self._key)[:EXCERPT]
 
@@ -206,8 +212,11 @@ def _key(variable: str | None) -> str:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        value = "a text that cannot be a key" if key else "nothing"
-        raise BadInput(f"api_key_variable: expected an API key in the environment variable {variable!r}, found {value}")
+        value = "a text with spaces or special characters, which cannot be an API key" if key else "no text"
+        raise BadInput(
+            f"api_key_variable names the environment variable {variable!r}, but it contains {value}. Set the variable "
+            "to an API key."
+        )
     return key
 
 

@@ -21,10 +21,10 @@ from models.records.model_input import ModelInput
 IMPOSSIBLE = -9999.0
 """Number that vLLM sends in place of a log-prob of -inf, which JSON cannot represent."""
 MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a response in bytes: two candidates at each of 400,000 positions."""
+"""Maximum size of a response in bytes, which is enough for two candidates at each of 400,000 positions."""
 
 TokenText = Callable[[int], str]
-"""Function that returns the text of one token in the policy's tokenizer."""
+"""Function that returns the text of a token, given its ID, in the policy's tokenizer."""
 
 
 class _Read(BaseModel):
@@ -47,7 +47,7 @@ class _Choice(_Read):
 
 
 class _Completion(_Read):
-    """Body of a completions response."""
+    """Body of a response from the completions API."""
 
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=1)]
 
@@ -69,7 +69,10 @@ class TokenScorer:
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
         """Build the request for one text. Raises BadInput if the text has images."""
         if text.images:
-            raise BadInput(f"{self._client}: a teacher behind an endpoint supports text only, but a prompt has images")
+            raise BadInput(
+                f"{self._client}: a teacher behind an endpoint supports text only, but a prompt has images. Use a "
+                "vision-language teacher of kind 'directory'."
+            )
         # Explicit values, because a server may have other defaults, and some versions apply them to these log-probs
         # too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
@@ -94,10 +97,17 @@ class TokenScorer:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
-            self._refuse(text, f"the response has no valid log-probs of the prompt: {where}: {first['msg']}")
+            self._refuse(
+                text,
+                f"the response contains no valid prompt_logprobs ({where}: {first['msg']}). Use a vLLM server, which "
+                "returns them",
+            )
         candidates = choice.prompt_logprobs
         if len(candidates) != len(text):
-            self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(candidates)}")
+            self._refuse(
+                text,
+                f"the response contains log-probs at {len(candidates)} positions, but the text has {len(text)} tokens",
+            )
         places, tokens = text.trained_positions.tolist(), text.tokens.tolist()
         logprobs = [self._candidate(text, place, tokens[place], candidates[place]).logprob for place in places]
         return np.minimum(np.array(logprobs, np.float32), np.float32(0))
@@ -110,19 +120,24 @@ class TokenScorer:
         candidate = (candidates or {}).get(str(token))
         if candidate is None:
             returned = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
-            self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {returned}")
+            self._refuse(
+                text,
+                f"at position {position}, the response must contain the log-prob of token {token}, but it contains "
+                f"{returned}",
+            )
         ours, theirs = self._spell(token).strip(), (candidate.decoded_token or "").strip()
         # Servers differ in how they write spaces, special tokens and parts of characters, but not plain words.
         if ours and theirs and ours.isascii() and theirs.isascii() and ours != theirs:
             self._refuse(
                 text,
-                f"token {token} is {ours!r} for the policy but {theirs!r} for the teacher, whose tokenizer differs",
+                f"token {token} is {ours!r} for the policy but {theirs!r} for the teacher. Use a teacher with the "
+                "policy's tokenizer",
             )
         return candidate
 
     def _refuse(self, text: ModelInput, reason: str) -> NoReturn:
         """Raise WorkerFailed with a message that describes the text and the `reason` why it has no log-probs."""
         raise WorkerFailed(
-            f"teacher at {self._client}: no log-probs for a text of {len(text)} tokens, {text.num_prompt_tokens} of "
-            f"them in the prompt: {reason}"
+            f"the teacher at {self._client} returned no usable log-probs for a text of {len(text)} tokens "
+            f"({text.num_prompt_tokens} of them in the prompt): {reason}"
         )

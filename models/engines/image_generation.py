@@ -97,10 +97,16 @@ class DiffusersImageEngine:
     def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        raise BadInput(f"engine {self.producer()!r} generates pictures and cannot compute log-probs of texts")
+        raise BadInput(
+            f"rollout.engine {self.producer()!r} generates pictures, so it cannot compute log-probs of texts. Use a "
+            "language engine such as 'transformers'"
+        )
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        raise BadInput(f"engine {self.producer()!r} generates pictures. Set rollout.denoising")
+        raise BadInput(
+            f"rollout.engine {self.producer()!r} generates pictures, not text. Set [rollout.denoising] for pictures, "
+            "or use a language engine such as 'transformers'"
+        )
 
     def generate_images(
         self, requests: Sequence[Request], denoising: DenoisingConfig, trained_steps: range | None

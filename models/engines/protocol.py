@@ -37,7 +37,7 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens in the prompt."""
+        """Number of tokens in the prompt, which all completions of the request share."""
         return self.inputs[0].num_prompt_tokens
 
 
@@ -57,7 +57,8 @@ class Completion:
     turns."""
     finish_reason: FinishReason
     experts: Experts | None = field(default=None, compare=False, repr=False)
-    """Experts chosen for each token of prompt and completion except the last, or None if not requested."""
+    """Experts that a mixture of experts chose for each token of prompt and completion except the last, or None if not
+    requested."""
     picture: Picture | None = None
     """Generated image, or None for text. For an image, `tokens` holds the denoising steps that are trained."""
 
@@ -151,7 +152,7 @@ class VisionEngine(Protocol):
 
 @runtime_checkable
 class RecordsExperts(Protocol):
-    """Engine that can report which experts the routers of a mixture-of-experts model chose."""
+    """Rollout engine that can report which experts a mixture-of-experts model chose for each token."""
 
     def record_experts(self, is_enabled: bool, /) -> None:
         """Set whether later completions report the experts that the routers chose for each token. Before the first
@@ -181,7 +182,7 @@ class GeneratesCompletions(Protocol):
 
 
 class Generate(Protocol):
-    """Callable with the signature and behavior of `Engine.generate`."""
+    """Function with the signature and behavior of `Engine.generate`, which generates completions for requests."""
 
     def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]: ...
 
@@ -210,7 +211,7 @@ class EngineFactory(Protocol):
 
 
 METHODS = ("producer", "load", "loaded_digest", "sleep", "close", "step_sums", "score_continuations", "generate")
-"""Names of the methods that a configured engine class must implement."""
+"""Names of the methods that the class of a configured engine must have."""
 
 
 def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:
@@ -234,6 +235,6 @@ def check_class(config: EngineSettings, *, name: str) -> None:
     missing = [method for method in METHODS if not callable(getattr(engine_class, method, None))]
     if isinstance(engine_class, type) and missing:
         raise BadInput(
-            f"{name} {config.label!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
-            f"has no {', '.join(missing)}"
+            f"{name} {config.label!r}: the class {config.implementation!r} must have the methods "
+            f"{', '.join(METHODS)}, but {', '.join(missing)} is missing. Add the missing methods"
         )

@@ -25,14 +25,15 @@ class CompletionRow:
     sample: int
     prompt_row: int
     input: ModelInput
-    """Prompt, followed by the tokens that the completion already has. All of these tokens are prefilled."""
+    """Prompt, followed by the tokens that the completion already has. The KV cache is filled with all of these tokens
+    at first."""
     seed: int
     limit: int
     """Maximum length in tokens in this iteration, including existing tokens. The completion is cut at this length."""
 
     @property
     def num_existing_tokens(self) -> int:
-        """Number of tokens that the completion already has from earlier iterations or turns."""
+        """Number of tokens that were generated for the completion in earlier iterations or turns."""
         return self.input.num_completion_tokens
 
     @property
@@ -98,17 +99,21 @@ def require_engine_room(
     for request in requests:
         length = request.num_prompt_tokens
         if length == 0:
-            raise BadInput(f"prompt row {request.row} is empty, but a prompt needs at least one token")
+            raise BadInput(
+                f"prompt row {request.row} has no tokens, but a prompt needs at least one. Remove the row, or add "
+                "text to the prompt"
+            )
         longest = max(each.num_completion_tokens for each in request.inputs)
         limit = sampling.max_new_tokens if request.max_tokens is None else request.max_tokens
         if longest >= limit:
             raise BadInput(
-                f"prompt row {request.row}: a completion already has {longest} tokens, but max_new_tokens is {limit}"
+                f"prompt row {request.row}: a completion that should be continued already has {longest} tokens, but "
+                f"max_new_tokens allows only {limit}. Raise max_new_tokens"
             )
         if context is not None and length + limit > context:
             raise BadInput(
-                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {limit} make {length + limit} "
-                f"tokens, but the context of {owner} is {context}"
+                f"prompt row {request.row}: {length} prompt tokens plus max_new_tokens ({limit}) are {length + limit} "
+                f"tokens, but the context of {owner} is only {context}. Shorten the prompt, or lower max_new_tokens"
             )
 
 
@@ -120,13 +125,15 @@ def require_context(
     for row, prompt in enumerate(prompts):
         if not len(prompt) or (context is not None and len(prompt) + longest > context):
             raise BadInput(
-                f"prompt {row} has {len(prompt)} tokens and a continuation has {longest}. A prompt needs at least one "
-                f"token, and both must fit into the context of {owner}, {context} tokens"
+                f"prompt {row} has {len(prompt)} tokens and the longest continuation has {longest}. A prompt needs at "
+                f"least one token, and both together must fit into the context of {owner}, which is {context} tokens. "
+                "Shorten the prompt"
             )
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
-    """Return the sorted IDs of the EOS tokens that the tokenizer and the model's generation settings name."""
+    """Return the IDs of the EOS tokens that the tokenizer and the model's generation settings name, in ascending
+    order."""
     return tuple(sorted({tokenizer.eos_token_id, *stated_ends(settings)} - {None}))
 
 

@@ -13,10 +13,12 @@ _REFUSAL = "\n<r>?</r>\n"
 
 
 class Calculator:
-    """Environment that computes the `<call>` of each turn. A turn without a call ends the episode."""
+    """Example environment that computes the arithmetic in the `<call>` of each turn. A turn without a call ends the
+    episode."""
 
     def step(self, turn: Any) -> str | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py, not imported
-        """Compute the result of the call, or return `<r>?</r>` if the call cannot be parsed."""
+        """Return the result of the turn's call, or `<r>?</r>` if the call cannot be parsed. Returns None, which ends
+        the episode, if the turn has no call."""
         if "<call>" not in turn.text:
             return None
         call = _CALL.search(turn.text)
@@ -24,7 +26,7 @@ class Calculator:
 
 
 def calculate(left: int, sign: str, right: int) -> int:
-    """Add, subtract or multiply two integers.
+    """Add, subtract or multiply two integers, depending on `sign`.
 
     >>> calculate(17, "*", 13)
     221

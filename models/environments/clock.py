@@ -7,9 +7,8 @@ from threading import Lock
 
 
 class EnvironmentClock:
-    """Timer of the seconds in which environments answer and of the idle seconds in which no turn is generated.
-
-    The two values show how much the environments slow down generation.
+    """Timer that shows how much environments slow down generation. It sums the seconds in which environments compute
+    answers, and the idle seconds in which no turn is generated.
 
     Threads may generate turns at the same time.
     """
@@ -23,7 +22,7 @@ class EnvironmentClock:
 
     @contextmanager
     def measure_idle(self) -> Iterator[None]:
-        """Run the block, and count its time as idle (no turn is generated) except inside `pause_idle`."""
+        """Run the block, and count its time as idle, except the time inside `pause_idle`."""
         self._since = time.perf_counter()
         try:
             yield
@@ -56,7 +55,8 @@ class EnvironmentClock:
             self._answering += seconds
 
     def pop_times(self) -> dict[str, float]:
-        """Return the idle seconds and the answering seconds since the last call, and reset both."""
+        """Return the idle seconds and the environments' answering seconds since the last call, by metric name, and
+        reset both sums."""
         seconds = {"environment": self._seconds, "answering": self._answering}
         self._seconds = self._answering = 0.0
         return seconds

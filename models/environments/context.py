@@ -17,32 +17,33 @@ from models.text.turns import TurnFormat
 
 
 class ContextBuilder(Protocol):
-    """Strategy that builds what the policy reads before each turn of an episode.
-
-    `StreamContext` keeps one token sequence, `PerTurnContext` renders a separate prompt for each turn.
-    """
+    """Strategy that builds the tokens that the policy reads before each turn of an episode. `StreamContext` appends to
+    one token sequence, and `PerTurnContext` renders a separate prompt for each turn."""
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Return a finished turn as the message from which later prompts are rendered.
+        """Return a finished turn as a message of the chat template, from which later prompts are rendered. `text` is
+        the turn's text before parsing.
 
-        `text` is the turn's text before parsing. The result is empty if prompts are not rendered again.
+        Returns an empty dict if earlier turns are never rendered again.
         """
         ...
 
     def append_context(
         self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Return the draft with the context for the next turn appended.
+        """Append the context of the next turn to an unfinished episode, and return the result.
 
-        `group` has the prompt, and `exchanges` are the turns and answers of this iteration. Returns None if no room is
-        left for a turn. Raises ValueError if the chat template rejects the messages.
+        `draft` is the episode so far, `group` contains its prompt, and `exchanges` are the turns and answers since the
+        episode began or was resumed. Returns None if no room is left for a turn. Raises ValueError if the chat template
+        rejects the messages.
         """
         ...
 
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Build the requests for the next turns of a group, with the draft indices that each request serves.
+        """Build the requests to the engine for the next turns of a group's episodes. Each request is paired with the
+        indices of the drafts (episodes so far) that it continues.
 
         `budgets` is the maximum number of tokens for each draft.
         """
@@ -51,19 +52,21 @@ class ContextBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamContext:
-    """Context builder in which turns and observations follow each other in one token sequence."""
+    """Context builder in which turns and observations (the environment's answers) follow each other in one token
+    sequence."""
 
     form: TurnFormat
     max_new_tokens: int
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Return an empty encoding, because earlier turns stay in the sequence and are never rendered again."""
+        """Return an empty dict, because earlier turns stay in the token sequence and are never rendered again."""
         return {}
 
     def append_context(
         self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append the environment's last observation to the token sequence. Returns None if no turn fits after it."""
+        """Append the environment's last answer (observation) to the token sequence. Returns None if no turn fits after
+        it."""
         tokens = self.form.with_arguments(group.template).encode_observation(
             exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends
         )
@@ -76,7 +79,7 @@ class StreamContext:
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Build one request for all drafts with the same budget, because a request has a single budget."""
+        """Build one request to the engine for all drafts (unfinished episodes) with the same budget of tokens."""
         alike: dict[int, list[int]] = {}
         for index, budget in enumerate(budgets):
             alike.setdefault(budget, []).append(index)
@@ -84,7 +87,7 @@ class StreamContext:
 
 
 def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
-    """Build a request that continues the drafts after their tokens so far."""
+    """Build a request to the engine that continues drafts (unfinished episodes) after their last token."""
     return Request(
         row=group.prompt_row,
         inputs=tuple(draft.input for draft in drafts),
@@ -95,7 +98,8 @@ def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class PerTurnContext:
-    """Context builder in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
+    """Context builder in which each turn gets a separate prompt: the whole chat so far, rendered by the chat
+    template."""
 
     form: TurnFormat
     max_new_tokens: int
@@ -103,15 +107,15 @@ class PerTurnContext:
     """Whether the chat template renders tool calls from a separate message field, not from the turn's text."""
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Encode the turn as a message of the chat template."""
+        """Return a finished turn as a message of the chat template. `text` is the turn's text before parsing."""
         return encode_turn(self.form, turn, text, in_calls=self.in_calls)
 
     def append_context(
         self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Render the chat so far and append it as the prompt of the next turn.
+        """Render the whole chat so far, and append it to the draft (unfinished episode) as the prompt of the next turn.
 
-        Returns None if no turn fits after it.
+        Returns None if no turn fits after the prompt.
         """
         form, prompt = self.form.with_arguments(group.template), draft.input.prompt.tolist()
         tokens = render_prompt(form, group.messages, exchanges, prompt=prompt)
@@ -124,7 +128,8 @@ class PerTurnContext:
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Build one request for all drafts with the same prompt and budget. Seeds depend on the sample and the turn."""
+        """Build one request to the engine for all drafts (unfinished episodes) with the same prompt and budget. The
+        sampling seed of each draft depends on its sample and its turn."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
             alike.setdefault((draft.input.last_context().tokens.tobytes(), budget), []).append(index)
@@ -134,9 +139,10 @@ class PerTurnContext:
         ]
 
     def _request(self, group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
-        """Build a request for the next turns of drafts whose last prompts are equal.
+        """Build a request to the engine for the next turns of drafts (unfinished episodes) whose last prompts are
+        equal.
 
-        A turn is limited by the budget and by the room that the prompt leaves.
+        The length of a turn is limited by the budget and by the room that the prompt leaves.
         """
         inputs = tuple(draft.input.last_context() for draft in drafts)
         room = self.max_new_tokens - (len(inputs[0]) - drafts[0].input.num_prompt_tokens)
@@ -149,20 +155,21 @@ class PerTurnContext:
 
 
 def _own_seed(draft: PartialCompletion, turn: int) -> int:
-    """Return the sampling seed of a turn if turns have separate prompts (`PerTurnContext`)."""
+    """Return the sampling seed of turn number `turn`, for episodes in which each turn has a separate prompt
+    (`PerTurnContext`)."""
     return derive_seed("turn", draft.seed, turn)
 
 
 def turn_seeds(draft: PartialCompletion) -> list[int]:
-    """Return all seeds that a context builder may use for the draft's turns and its next turn.
+    """Return all seeds that requests for the turns of this episode may contain, including its next turn.
 
-    A replay finds the stored episode of a request by these seeds.
+    A replay uses these seeds to find the stored episode to which a request belongs.
     """
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
 def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
-    """Build the context builder that `settings.history` selects, for turns in the format `form`."""
+    """Build the context builder that `settings.history` selects. `form` is the policy's format of turns."""
     if settings.has_turn_prompts:
         return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
     return StreamContext(form, max_new_tokens)

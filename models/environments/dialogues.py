@@ -25,7 +25,8 @@ _SILENT = EnvironmentStep((), done=False)
 
 
 class Dialogues:
-    """Environment in which a model plays the user. All waiting episodes are answered in one call of the model."""
+    """Environment in which a model plays the user of a dialogue. All episodes that wait for a reply are answered in one
+    call of the model."""
 
     def __init__(self, settings: DialogueEnvironment) -> None:
         """Create the simulated user without loading its model.
@@ -45,20 +46,24 @@ class Dialogues:
         return self._answered + self._user.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Load the model in `directory`. Raises BadInput if the model is behind an endpoint."""
+        """Load the model of the simulated user from `directory`. Raises BadInput if the model is behind an endpoint."""
         if self._held is None:
-            raise BadInput(f"{self._settings.run.where}: the simulated user is behind an endpoint and cannot be loaded")
+            raise BadInput(
+                f"{self._settings.run.where}: the simulated user is behind an endpoint, so its model cannot be loaded "
+                "in this process"
+            )
         self._held.load(directory, model)
 
     def sleep(self) -> None:
-        """Release the memory of the model's weights."""
+        """Release the GPU memory of the simulated user's weights."""
         if self._held is not None:
             self._held.sleep()
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Start new episodes and answer the last turns of the others, with one call of the simulated user's model.
+        """Answer the last turn of each episode, with one call of the simulated user's model. Episodes without turns are
+        started.
 
-        `asked` contains the problem and all turns of each episode.
+        Each element of `asked` contains the problem and all turns of an episode.
         """
         with self._turn:
             answers: dict[int, TurnAnswer] = {}
@@ -97,10 +102,10 @@ class Dialogues:
             self._held.close()
 
     def _answer_without_user(self, asked: EpisodeRequest) -> EnvironmentStep | None:
-        """Return the environment's step if the turn needs no reply of the user, else None.
+        """Return the environment's answer if the simulated user does not need to reply to the turn, else None.
 
-        No reply is needed at the start, after a turn that matches `final_turn_pattern`, and after the last allowed turn
-        if no reply can end the episode with a reward.
+        No reply is needed before the first turn, after a turn that matches `final_turn_pattern`, and after the last
+        allowed turn if no reply can end the episode with a reward.
         """
         if not asked.turns:
             self._replies[asked.episode] = ()
@@ -112,14 +117,16 @@ class Dialogues:
         return None
 
     def _build_transcript(self, asked: EpisodeRequest, instructions: str) -> Transcript:
-        """Build the dialogue of an episode so far, from the turns in `asked` and the stored replies of the user."""
+        """Build the dialogue of an episode so far, from the policy's turns in `asked` and the stored replies of the
+        simulated user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
 
     def _read(self, asked: EpisodeRequest, reply: Reply) -> TurnAnswer:
-        """Store the simulated user's reply and convert it into an answer to the policy's turn.
+        """Store the simulated user's reply, and convert it into the environment's answer to the policy's turn.
 
-        The first of `endings` in the reply ends the dialogue with its reward.
+        If the reply contains one of the configured `endings` (texts that end a dialogue), the first of them ends the
+        dialogue with its reward.
         """
         if reply.failure:
             return TurnAnswer(None, reply.failure)
@@ -132,10 +139,8 @@ class Dialogues:
 
 
 def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser | None]:
-    """Create the simulated user that the settings describe.
-
-    The second value is the same object if its model is loaded in this process, else None.
-    """
+    """Create the simulated user that the settings describe. The second returned value is the same object if its model
+    is loaded in this process, or None if the model is behind an endpoint."""
     model = settings.model
     if model.endpoint is not None:
         return RemoteUser(model.endpoint, settings.sampling), None
@@ -145,5 +150,5 @@ def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser
 
 
 def _derive_reply_seed(asked: EpisodeRequest) -> int:
-    """Derive the seed of a user's reply from the episode's seed and the number of its turns."""
+    """Derive the seed of the simulated user's reply from the episode's seed and the number of turns so far."""
     return derive_seed("user", asked.seed, len(asked.turns))

@@ -36,44 +36,47 @@ from models.text.per_turn import Exchange
 from models.text.turns import TurnFormat
 
 MIN_OBSERVATION_TOKENS: Final = 8
-"""Minimum number of tokens to which an observation message is shortened, including seven for the omission marker."""
+"""Minimum number of tokens to which an observation (a message of the environment) is shortened. Seven of them are for
+the marker of the omitted text."""
 IN_FLIGHT: Final = 512
 """Maximum number of episodes that run concurrently, each in a separate thread."""
 
 
 @dataclass(slots=True)
 class _Episode:
-    """One completion in progress, with the parsed turns and the answers of the environment so far."""
+    """One completion in progress, with its parsed turns and the environment's answers so far."""
 
     number: int
     group: Group
     draft: PartialCompletion
     limit: int | None
-    """Number of policy-generated tokens at which this iteration cuts the episode, or None if there is no limit."""
+    """Number of generated tokens at which the episode is interrupted in this iteration and continued in the next, or
+    None if there is no limit."""
     turns: list[ParsedTurn] = field(default_factory=list)
-    """All finished turns of the episode, with their parsed tool calls."""
+    """All finished turns of the episode, with the tool calls parsed from them."""
     spelt: list[Mapping[str, object]] = field(default_factory=list)
-    """Turns that ended in this iteration, encoded by the context builder for later prompts."""
+    """Finished turns of this iteration as messages of the chat template, from which the context builder renders later
+    prompts."""
     exchanges: list[Exchange] = field(default_factory=list)
-    """Exchanges (a turn and its answer) of this iteration."""
+    """Turns that finished in this iteration, each with the environment's answer."""
 
     @property
     def left(self) -> int | None:
-        """Number of tokens left in the budget of this iteration, or None if there is no budget."""
+        """Number of tokens that the policy may still generate in this iteration, or None if there is no limit."""
         return None if self.limit is None else self.limit - self.draft.num_generated
 
     @property
     def is_live(self) -> bool:
-        """Whether the episode is unfinished and has budget left."""
+        """Whether the episode is unfinished and may generate more tokens in this iteration."""
         return self.draft.finish_reason is FinishReason.CUT and self.left != 0
 
     @property
     def is_asking(self) -> bool:
-        """Whether the last turn has ended and waits for an answer of the environment."""
+        """Whether the last turn is finished and waits for the environment's answer."""
         return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_turn_tokens
 
     def asked(self) -> EpisodeRequest:
-        """Build the request that asks the environment to answer the last turn."""
+        """Build the request to the environment to answer the last turn."""
         return EpisodeRequest(
             episode=f"{self.number}-{self.draft.seed}",
             problem={**self.group.columns, "prompt": self.group.prompt, "answer": self.group.answer},
@@ -82,7 +85,8 @@ class _Episode:
         )
 
     def end(self, reason: FinishReason, *, error: str = "") -> None:
-        """Mark the episode as ended for this reason. `error`, the environment's error, is stored in the last turn."""
+        """Mark the episode as ended for this reason. `error` is the environment's error, if any, and is stored with the
+        last turn."""
         self.draft = replace(self.draft, finish_reason=reason)
         if error:
             last = self.draft.turns[-1] if self.draft.turns else TurnRecord(tokens=0)
@@ -91,7 +95,7 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Runner of all episodes of a shard, with the engine, environments and turn format that they share."""
+    """Runner of all episodes of a rollout shard, with the engine, environments and turn format that they share."""
 
     engine: GeneratesCompletions
     environments: Responder
@@ -106,7 +110,7 @@ class Episodes:
     clock: EnvironmentClock
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
-        """Run each episode to its end or to its token budget, and return the groups with the results."""
+        """Run each episode to its end or to its token limit, and return the groups with the resulting completions."""
         with self.clock.measure_idle():
             if isinstance(self.engine, InterleavingEngine):
                 episodes = self.engine.run_interleaved(lambda generate: self._run_side_by_side(groups, generate))
@@ -116,7 +120,7 @@ class Episodes:
         return [replace(group, drafts=tuple(next(drafts) for _ in group.drafts)) for group in groups]
 
     def _run_side_by_side(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
-        """Run each episode in a separate thread, independently of the others.
+        """Run each episode in a separate thread, without waiting for the others between turns.
 
         If one episode raises an exception, the others stop after their current turn.
         """
@@ -141,7 +145,8 @@ class Episodes:
         return episodes
 
     def _run_in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
-        """Run the batches in rotation. All live episodes of a batch generate their next turn in one engine call."""
+        """Run batches of episodes in rotation. In each round, all unfinished episodes of a batch generate their next
+        turn in one engine call."""
         episodes = self._episodes(groups)
         place = {id(group): index for index, group in enumerate(groups)}
         count = self.settings.batches
@@ -162,11 +167,12 @@ class Episodes:
         return episodes
 
     def _end(self, episodes: Sequence[_Episode]) -> None:
-        """End the episodes in the environments, which then release their state."""
+        """Report to the environments that the episodes have ended, so that the environments release their state."""
         self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
 
     def _begin(self, batch: Sequence[_Episode]) -> None:
-        """Start the environments of new episodes. Their first messages are appended to the prompt."""
+        """Start the environments of new episodes. The environment's first messages, if any, are appended to the
+        prompt."""
         for episode, answered in self._request_answers(
             [each for each in batch if each.is_live and not each.draft.segments]
         ):
@@ -176,10 +182,8 @@ class Episodes:
                 self._open(episode, answered.step)
 
     def _open(self, episode: _Episode, step: EnvironmentStep) -> None:
-        """Append the first observation to the prompt.
-
-        The episode fails if prompts are chats, because no text can follow a rendered chat.
-        """
+        """Append the environment's first observation to the prompt. If prompts are chats, an observation makes the
+        episode fail, because no text can follow a rendered chat."""
         if self.form.is_chat:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
@@ -190,7 +194,7 @@ class Episodes:
         )
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
-        """Generate the next turn of each live episode."""
+        """Generate the next turn of each unfinished episode."""
         requests = self._build_requests(live)
         with self.clock.pause_idle():
             generated = generate([request for request, _ in requests], self.sampling)
@@ -199,7 +203,8 @@ class Episodes:
                 self._take(episode, completion)
 
     def _build_requests(self, live: Sequence[_Episode]) -> list[tuple[Request, list[_Episode]]]:
-        """Build the requests for the next turns, group by group, with the episodes that each request serves."""
+        """Build the engine requests for the next turns, group by group. Each request is paired with the episodes that
+        it continues."""
         groups: dict[int, list[_Episode]] = {}
         for episode in live:
             groups.setdefault(id(episode.group), []).append(episode)
@@ -212,15 +217,14 @@ class Episodes:
         ]
 
     def _budget(self, episode: _Episode) -> int:
-        """Return the maximum number of tokens that may still be added to the current turn in this iteration."""
+        """Return the maximum number of tokens that the current turn of an episode may still generate in this
+        iteration."""
         rest = self.settings.turn_tokens - episode.draft.num_turn_tokens
         return rest if episode.left is None else min(rest, episode.left)
 
     def _take(self, episode: _Episode, completion: Completion) -> None:
-        """Append generated tokens to the episode. If they finish the turn, parse it.
-
-        A turn that reached the length limit is the last turn of its episode.
-        """
+        """Append generated tokens to the episode, and parse the turn if it is now finished. A turn that reached the
+        length limit is the last turn of its episode."""
         episode.draft = draft = episode.draft.append_completion(completion, self.version)
         is_whole = (
             completion.finish_reason is not FinishReason.CUT or draft.num_turn_tokens == self.settings.turn_tokens
@@ -248,7 +252,8 @@ class Episodes:
         return text
 
     def _answer(self, live: Sequence[_Episode]) -> None:
-        """Get the answers to the turns that have ended. Each episode then continues or ends."""
+        """Request the environment's answers to the turns that have finished. Each answer continues or ends its
+        episode."""
         for episode, answered in self._request_answers([episode for episode in live if episode.is_asking]):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
@@ -259,9 +264,10 @@ class Episodes:
                 episode.end(FinishReason.FAILED, error=str(error))
 
     def _append(self, episode: _Episode, step: EnvironmentStep) -> None:
-        """Append the answer of the environment, or end the episode.
+        """Append the environment's answer to the episode, or end the episode.
 
-        The episode ends if the environment is done, the turn limit is reached, or no room is left for another turn.
+        The episode ends if the environment reports its end, if the turn limit is reached, or if no room is left for
+        another turn.
         """
         draft = episode.draft
         *before, last = draft.turns
@@ -290,7 +296,8 @@ class Episodes:
         return [Message(each.role, self.form.shorten(each.content, max_tokens), each.name) for each in step.messages]
 
     def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, TurnAnswer]]:
-        """Get the environments' answers and record the time that they took."""
+        """Request the environments' answers to the last turns, and record how many seconds they took. Returns each
+        episode with its answer."""
         questions = [episode.asked() for episode in episodes]
         answers = self.environments.answer(questions, [each.number for each in episodes])
         self.clock.add_answer_time(sum(each.seconds for each in answers))

@@ -24,19 +24,19 @@ from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 from infra.untrusted_text import redact
 
 MAX_ERROR_CHARACTERS = 1 << 14
-"""Maximum length, in characters, of a server's error message. The rest is dropped."""
+"""Maximum length, in characters, of a server's error message. The rest of the message is dropped."""
 MIN_SECRET_CHARACTERS = 6
 """Minimum length, in characters, of variable values that are treated as secrets and redacted in messages."""
 MAX_PAGES = 100
-"""Maximum number of pages of a server's tool list. A server with more pages fails."""
+"""Maximum number of pages of a server's tool list. A server that returns more pages is treated as failed."""
 
 
 class ServerFailed(Exception):
-    """Raised when the server crashes, sends an invalid response or does not end its list of tools."""
+    """Raised when an MCP server crashes, sends an invalid response, or never ends its list of tools."""
 
 
 class ToolServer:
-    """Connection to an MCP server, which a separate thread keeps open."""
+    """Connection to an MCP server. A separate thread keeps the connection open."""
 
     def __init__(self, command: Sequence[str], url: str, variables: Mapping[str, str], seconds: float) -> None:
         """Start the server with `command`, or connect to `url`.
@@ -71,18 +71,22 @@ class ToolServer:
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-        raise ServerFailed(f"the server's list of tools has more than {MAX_PAGES} pages")
+        raise ServerFailed(
+            f"the list of tools that the MCP server returns has more than {MAX_PAGES} pages. Select tools with "
+            "rollout.environment.tools, or use a server with fewer tools"
+        )
 
     async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the server's tool list: the page at `cursor`, or the first page if it is None."""
         return await self._client.list_tools(cursor=cursor)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Call a tool. Raises MCPError if the server reports an error."""
+        """Call a tool of the server and return its result. Raises MCPError if the server reports an error."""
         return self._portal.call(self._client.call_tool, name, dict(arguments))
 
     def disconnect(self) -> None:
-        """Close the connection and end the server process, if one was started, without waiting for either."""
+        """Request that the connection is closed and the server process, if one was started, is ended. Does not wait for
+        either."""
         threading.Thread(target=self._stack.close, daemon=True).start()
 
 
@@ -96,16 +100,17 @@ class McpTools:
 
     @classmethod
     def tools(cls, server: Mapping[str, Any], only: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the schemas of the tools in the format of chat templates.
+        """Return the schemas of the server's tools in the format of chat templates. `only` are the names of the tools
+        to include.
 
-        Raises ValueError if the server cannot be reached or lacks a tool of `only`.
+        Raises ValueError if the server cannot be reached or does not have a tool named in `only`.
         """
         try:
             offered = cls(server, only)._ensure_connected().tools
         except Exception as error:
             named = " ".join(server["command"]) or server["url"]
             message = _remove_secrets(_describe_error(error), server)
-            raise ValueError(f"rollout.environment: the MCP server {named!r}: {message}") from None
+            raise ValueError(f"rollout.environment: the MCP server {named!r} failed: {message}") from None
         for name in only:
             if name not in offered:
                 near = difflib.get_close_matches(name, offered, n=1)
@@ -166,16 +171,17 @@ class McpTools:
         return McpTools._server
 
     def _leave(self) -> None:
-        """Close the shared connection, so that the next call opens a new one."""
+        """Close the shared connection, so that the next tool call opens a new one."""
         server, McpTools._server = McpTools._server, None
         if server is not None:
             server.disconnect()
 
 
 def _format_result(result: CallToolResult) -> str:
-    """Return the text of a result that the policy reads: its texts, with `[type]` for content of other types.
+    """Return the result of a tool call as the text that the policy reads: its texts, with `[type]` for content of other
+    types.
 
-    A result without content is returned as the JSON of its structured content.
+    A result without such content is returned as the JSON of its structured content.
     """
     parts = [each.text if isinstance(each, TextContent) else f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
@@ -185,14 +191,15 @@ def _format_result(result: CallToolResult) -> str:
 
 
 def _remove_secrets(message: str, server: Mapping[str, Any]) -> str:
-    """Return a server's message, shortened, with the values of the server's variables redacted."""
+    """Return a server's message, shortened, in which the values of the server's secret variables are redacted."""
     values = [os.environ.get(variable, "") for variable in server["variables"].values()]
     words = {*values, *(word for value in values for word in value.split())}
     return redact(message[:MAX_ERROR_CHARACTERS], *(word for word in words if len(word) >= MIN_SECRET_CHARACTERS))
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error. For an exception group, describe its first inner error."""
+    """Return a description of an exception. For an exception group, the description is that of its first inner
+    exception."""
     while isinstance(getattr(error, "exceptions", None), tuple):
         error = error.exceptions[0]  # type: ignore[attr-defined]
     return f"{type(error).__name__}: {error}"

@@ -31,28 +31,26 @@ from models.environments.responders import TurnAnswer
 
 
 class EnvironmentProcess(ChildProgram, Protocol):
-    """Environment process that answers the turns of episodes."""
+    """Child process that runs environments and answers the turns of episodes."""
 
     @property
     def schemas(self) -> Sequence[object]:
-        """Schemas of the environment's tools in the format of chat templates.
-
-        The schemas are available when the process is ready, and only if it was started with `describes`.
-        """
+        """Schemas of the environment's tools in the format of chat templates. They are available once the process is
+        ready, and only if it was started with `describes`."""
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer the last turn of an episode, given its problem and all its turns.
+        """Answer the last turn of an episode. `asked` contains its problem and all its turns.
 
-        Returns the step and None, or None and the reason for the failure. Raises ProcessEnded if the process is no
+        Returns the answer and None, or None and the reason for the failure. Raises ProcessEnded if the process is no
         longer usable.
         """
 
     def end(self, closed: Sequence[str]) -> None:
-        """Delete the environment objects of episodes that are over."""
+        """Delete the environment objects of the episodes `closed`, which are over."""
 
 
 class ProcessStarter(Protocol):
-    """Function that starts an environment process. Each kind of environment has such a function."""
+    """Function that starts a process for one kind of environment."""
 
     def __call__(self, settings: Any, /, *, describes: DescribedTools) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
         """Start the process. `describes` selects the tools for which it returns schemas.
@@ -62,34 +60,40 @@ class ProcessStarter(Protocol):
 
 
 def start_process(settings: EnvironmentSettings, *, describes: DescribedTools = "none") -> EnvironmentProcess:
-    """Start a process that answers turns. Raises BadInput if the environment cannot be used."""
+    """Start a child process that runs the configured environment. `describes` selects whether the process also reports
+    the schemas of its tools.
+
+    Raises BadInput if the environment cannot be used.
+    """
     return cast(ProcessStarter, implementation_of(settings))(settings, describes=describes)
 
 
 def user_process(settings: EnvironmentSettings, *, describes: DescribedTools) -> EpisodeProcess:
-    """Start a process that runs the user's environment code. Raises BadInput if the sandbox is not available."""
+    """Start a sandboxed child process that runs the user's environment code. Raises BadInput if the sandbox is not
+    available."""
     run = settings.run.with_schemas(describes)
     return EpisodeProcess(run, user_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
 
 
 def server_process(settings: McpEnvironment, *, describes: DescribedTools) -> EpisodeProcess:
-    """Start a process that calls an MCP server.
-
-    Raises BadInput if the package `mcp` is not installed or a required environment variable is not set.
-    """
+    """Start a child process that calls the tools of an MCP server. Raises BadInput if the package `mcp` is not
+    installed or a required environment variable is not set."""
     if importlib.util.find_spec("mcp") is None:
         raise BadInput(f"{settings.run.where}: the package mcp is not installed. Run: pip install 'mcp>=2.3,<3'")
     for variable in settings.secrets.values():
         if not os.environ.get(variable):
-            raise BadInput(f"{settings.run.where}: the environment variable {variable!r} is not set or is empty")
+            raise BadInput(
+                f"{settings.run.where}: the environment variable {variable!r}, which contains a secret for the MCP "
+                "server, is not set or is empty. Set it before you start the run."
+            )
     run = settings.run.with_schemas(describes)
     return EpisodeProcess(run, rheostat_interpreter(), seconds=settings.step_seconds)
 
 
 class EnvironmentPool:
-    """Pool that answers the turns of many episodes in parallel.
+    """Pool of environment processes that answer the turns of many episodes in parallel.
 
-    Episode n always runs in process n modulo the number of processes, whatever other episodes are running.
+    Episode n always runs in process n modulo the number of processes, regardless of which other episodes are running.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -106,7 +110,8 @@ class EnvironmentPool:
         """Number of turns answered so far."""
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Answer the last turn of each episode. `numbers` are the episode numbers, which determine the processes.
+        """Answer the last turn of each episode in parallel. `numbers` are the episode numbers, from which the process
+        of each episode is computed.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
         outside.
@@ -125,25 +130,28 @@ class EnvironmentPool:
         return [answers_by_index[index] for index in range(len(asked))]
 
     def _group_by_process(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Return the indices into `numbers` of the episodes that each process runs, by the index of the process."""
+        """Assign episodes to processes. Returns the indices into `numbers` of each process's episodes, by the index of
+        the process."""
         parts: dict[int, list[int]] = {}
         for index, number in enumerate(numbers):
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
     def _answer_in_turn(self, place: int, asked: Sequence[EpisodeRequest]) -> list[TurnAnswer]:
-        """Answer episodes one after the other in process number `place`, while no other thread uses that process."""
+        """Answer the episodes one after the other in process number `place`. A lock keeps other threads from using the
+        process."""
         with self._turns[place]:
             return [self._answer_one(self._places[place], each) for each in asked]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Close finished episodes in the processes that are still alive."""
+        """Delete the environments of finished episodes in the processes that are still running."""
         for place, part in self._group_by_process(numbers).items():
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
     def _end(self, place: RestartingProcess[EnvironmentProcess], episodes: Sequence[str]) -> None:
-        """Close episodes in one process if the process is up. A process that ends during the call is closed."""
+        """Delete the environments of finished episodes in one process, if it is running. If the process ends during the
+        call, it is closed."""
         try:
             if place.is_up:
                 place.ready().end(episodes)
@@ -172,11 +180,14 @@ class EnvironmentPool:
                 place.close()
                 ends.append(end.cause)
                 if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
-                    late = f"no answer after {self._settings.step_seconds:g} s"
+                    late = (
+                        f"the environment did not respond within {self._settings.step_seconds:g} s "
+                        "(rollout.environment.step_seconds)"
+                    )
                     return TurnAnswer(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MAX_ENDS:
                     raise WorkerLost(
-                        f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "
-                        f"{', '.join(ends)}, for an unknown reason. Check that the machine has enough memory and that "
-                        "nothing kills the process."
+                        f"{self._settings.run.where}: the process of the environment ended {len(ends)} times in a row "
+                        f"for an unknown reason ({', '.join(ends)}). Check that the machine has enough memory and "
+                        "that nothing kills the process."
                     ) from end

@@ -38,11 +38,12 @@ except BaseException as error:
         inner = inner.tb_next
     print(*traceback.format_exception(type(error), error, inner, limit=-3), sep="", end="")
 """
-"""Program that runs code like a notebook cell: it prints the value of the last expression, or the traceback's end."""
+"""Program that runs code like a notebook cell. It prints the value of the last expression, or the end of the traceback
+if the code fails."""
 
 
 class PythonTool:
-    """Environment that runs the programs of the policy's `python` calls in a sandbox."""
+    """Environment that runs the programs in the policy's calls of the tool `python`, in a sandbox."""
 
     def __init__(self, settings: PythonEnvironment, *, describes: DescribedTools) -> None:
         """Prepare the sandbox without starting it. Raises BadInput if no sandbox is available."""
@@ -66,9 +67,9 @@ class PythonTool:
         self._programs.close()
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Run the calls of an episode's last turn. A turn without a call ends the episode.
+        """Run the programs in the last turn of an episode. A turn without a call ends the episode.
 
-        Returns the step and None, or None and the reason if the sandbox failed. Raises WorkerLost if the sandbox was
+        Returns the answer and None, or None and the reason if the sandbox failed. Raises WorkerLost if the sandbox was
         killed from outside.
         """
         if not asked.turns:
@@ -99,10 +100,8 @@ class PythonTool:
         return python
 
     def _format_output(self, code: object) -> str:
-        """Run a program and return its output, followed by the error if one ended the program.
-
-        Raises ToolError if no time is left in the turn.
-        """
+        """Run a program and return its output, followed by the error if the program failed. Raises ToolError if the
+        turn's time is used up."""
         if not isinstance(code, str):
             raise ToolError("python: expected a text as code")
         if self._left <= 0:

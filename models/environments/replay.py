@@ -27,7 +27,7 @@ from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_g
 SHOWN: Final = 60
 """Maximum number of characters of an answer that the description of a difference quotes."""
 BEFORE: Final = 12
-"""Number of quoted characters before the first character that differs."""
+"""Number of characters before the first difference that are quoted as context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,15 @@ class _Stored:
     shard: str
     row: int
     begun: Group
-    """Group that contains only this episode and no turns, from which the replay starts."""
+    """Group that contains only this episode, without any turns. The replay starts from this group."""
     draft: PartialCompletion
     """Episode as stored, with all turns and observations."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Environment's response to one turn: the observation, the reward, and whether the episode ended."""
+    """Response of the environment to one turn: the observation (as tokens), the reward, and whether the episode
+    ended."""
 
     observation: tuple[int, ...]
     reward: float | None
@@ -52,7 +53,8 @@ class _Answer:
     """Reason why the episode ended with this turn, or an empty string if it continued."""
 
     def told(self, tokenizer: PreTrainedTokenizerFast) -> str:
-        """Return the response as one line of text that can be compared and shown."""
+        """Return the response as one line of text, which is compared between original and replay, and shown in
+        messages."""
         parts = [repr(tokenizer.decode(self.observation))] if self.observation else []
         parts += [f"reward {self.reward:g}"] if self.reward is not None else []
         parts += [f"the end ({self.ending})"] if self.ending else []
@@ -60,7 +62,8 @@ class _Answer:
 
 
 def replay(work: ReplayWork) -> list[Difference]:
-    """Replay stored episodes in new environment processes and return the differences.
+    """Run stored episodes again in new environment processes, with the stored turns of the policy, and return the
+    differences between stored and new answers of the environment.
 
     Raises BadInput if the environment cannot be used.
     """
@@ -90,9 +93,10 @@ def replay(work: ReplayWork) -> list[Difference]:
 
 
 class _StoredTurns:
-    """Engine that, instead of generating, returns the turns stored in shards, whatever the environment answered.
+    """Replacement for the engine that returns the turns stored in shards instead of generating, regardless of the
+    environment's answers.
 
-    A request beyond the stored turns gets one token and the finish reason LENGTH.
+    A request after the last stored turn of an episode gets one token and the finish reason LENGTH.
     """
 
     def __init__(self, stored: Sequence[_Stored], *, past: int) -> None:
@@ -101,7 +105,7 @@ class _StoredTurns:
         self._past = Completion((past,), (0.0,), "", FinishReason.LENGTH)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Return the next stored turn for each seed of each request."""
+        """Return the next stored turn of the episode that belongs to each seed in the requests."""
         return [[next(self._left[seed], self._past) for seed in request.seeds] for request in requests]
 
 
@@ -124,7 +128,8 @@ def _read_episodes(store: Store, work: ReplayWork) -> list[_Stored]:
 
 
 def _iterate_turns(draft: PartialCompletion) -> Iterator[Completion]:
-    """Yield the turns of an episode that the policy generated, as completions."""
+    """Yield each turn of a stored episode that the policy generated, as the completion that the engine would have
+    returned."""
     for number, (turn, tokens) in enumerate(zip(draft.turns, draft.generated_turns(), strict=False), start=1):
         is_cut = number == len(draft.turns) and draft.finish_reason is FinishReason.LENGTH and turn.reward is None
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
@@ -135,7 +140,8 @@ def _iterate_turns(draft: PartialCompletion) -> Iterator[Completion]:
 def _find_differences(
     stored: _Stored, played: PartialCompletion, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Difference]:
-    """Yield the differences between the answers stored with an episode and the answers in its replay."""
+    """Yield the differences between the environment's answers stored with an episode and those in its replay
+    (`played`)."""
     pairs = zip(_answers(stored.draft, stored.begun), _answers(played, stored.begun), strict=False)
     for turn, (expected, replayed) in enumerate(pairs):
         if expected != replayed:
@@ -171,15 +177,14 @@ def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
 
 
 def _ending(draft: PartialCompletion, last: TurnRecord) -> str:
-    """Return why an episode ended: the environment's error, or else the finish reason."""
+    """Return why an episode ended: the environment's error, or else the finish reason. `last` is the episode's last
+    turn."""
     return last.error or draft.finish_reason.value
 
 
 def _shortened(text: str, same: int) -> str:
-    """Return at most `SHOWN` characters of a text around the first difference.
-
-    `same` is the number of equal characters before the difference.
-    """
+    """Return at most `SHOWN` characters of a text, around the first character that differs from another text. `same` is
+    the number of equal characters before it."""
     begin = max(0, same - BEFORE) if len(text) > SHOWN else 0
     end = begin + SHOWN
     return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

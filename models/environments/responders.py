@@ -18,41 +18,43 @@ class TurnAnswer:
     step: EnvironmentStep | None
     failure: str = ""
     seconds: float = 0.0
-    """Seconds that the answer took. If answers were computed together, each has an equal share of the seconds."""
+    """Seconds that the answer took. If several answers were computed together, the seconds are divided equally among
+    them."""
 
 
 class Responder(Protocol):
-    """Component that answers the turns of episodes. Several batches of episodes may call it at the same time."""
+    """Component that answers the policy's turns in episodes, by an environment or a model. Several threads may call it
+    at the same time for different episodes."""
 
     @property
     def progress(self) -> int:
         """Counter that grows at least once with every answered turn."""
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Answer the last turn of each episode.
+        """Answer the last turn of each episode. `asked` contains the problem and all turns of each episode, and
+        `numbers` the number of each episode within the rollout shard.
 
-        `asked` contains the problem and all turns of each episode, and `numbers` the episodes' numbers in the shard.
-
-        Raises BadInput if the environment cannot be used, and WorkerLost if it was ended for an unknown external
-        reason.
+        Raises BadInput if the environment cannot be used, and WorkerLost if its process was ended from outside for an
+        unknown reason.
         """
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Release what the responder keeps for episodes that are over, such as environment objects or replies."""
+        """Release the state of episodes that are over, such as environment objects or stored replies. `numbers` are the
+        episodes' numbers within the rollout shard."""
 
     def close(self) -> None:
-        """Close the processes or the model."""
+        """End the processes, or close the model, that answer turns."""
 
 
 @runtime_checkable
 class LocalModelResponder(Protocol):
-    """Responder whose answers come from a model that is loaded in the rollout worker."""
+    """Responder that answers with a model loaded in the rollout worker."""
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Load the model in `directory`, whose files were already verified, unless it is loaded."""
+        """Load the model from `directory`, unless it is already loaded. The files were verified before."""
 
     def sleep(self) -> None:
-        """Release the memory of the model's weights. The model must be loaded again before the next call."""
+        """Release the GPU memory of the model's weights. The model must be loaded again before the next answer."""
 
 
 class ResponderFactory(Protocol):
@@ -63,5 +65,6 @@ class ResponderFactory(Protocol):
 
 
 def build_responder(settings: EpisodeSettings) -> Responder:
-    """Create the responder for an environment. Raises BadInput if the environment cannot be used."""
+    """Create the component that answers turns in the configured environment. Raises BadInput if the environment cannot
+    be used."""
     return cast(ResponderFactory, find_target(settings.responder, where=f"{settings.label!r}"))(settings)

@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentRuntime:
-    """Environment of a rollout worker, which runs episodes between a loaded policy and the environment's processes.
+    """Environment of a rollout worker. Runs the episodes of rollout shards with the loaded policy and the environment's
+    processes.
 
-    The turn format is read once, because all policies of a run share their tokenizer.
+    The policy's turn format is read only once, because all policies of a run share their tokenizer.
     """
 
     def __init__(self, settings: EpisodeSettings) -> None:
@@ -47,14 +48,16 @@ class EnvironmentRuntime:
 
     @property
     def progress(self) -> int:
-        """Counter of answered turns. A worker whose count stops growing is stuck."""
+        """Number of answered turns so far. A worker whose number stops growing is considered stuck."""
         return self._answers.progress
 
     def load(self, directory: Path, user: ModelVersion) -> None:
-        """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
+        """Load the model `user`, which plays the user in dialogues. Raises BadInput if the environment uses no model in
+        this process."""
         if not isinstance(self._answers, LocalModelResponder):
             raise BadInput(
-                f"{self._settings.run.where}: this environment uses no model, so no model can be loaded for it"
+                f"{self._settings.run.where}: a model was loaded for this environment, but only environments with a "
+                "simulated user (kind 'dialogue') use a model"
             )
         self._answers.load(directory, user)
 
@@ -66,7 +69,7 @@ class EnvironmentRuntime:
     def run_episodes(
         self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
     ) -> list[Group]:
-        """Run each completion of the groups as an episode, to its end or to the token budget.
+        """Run each completion of the groups as an episode, to its end or to the token limit of the iteration.
 
         `directory` contains the policy's tokenizer.
         """
@@ -88,18 +91,20 @@ class EnvironmentRuntime:
         return episodes.complete(groups)
 
     def pop_times(self) -> dict[str, float]:
-        """Return the seconds environments took to answer and the seconds without generation, since the last call."""
+        """Return the seconds in which environments computed answers, and the seconds in which no turn was generated,
+        since the last call."""
         return self._clock.pop_times()
 
     def close(self) -> None:
-        """Close the environments or the model that answers."""
+        """End the environment's processes, or close the model that plays the user."""
         self._answers.close()
 
 
 def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -> tuple[ToolSchema, ...]:
-    """Start an environment and return the schemas of its tools. A model that plays the user has no tools.
+    """Start an environment and return the schemas of its tools. Empty if the environment is a model that plays the
+    user.
 
-    Raises BadInput if the environment cannot be used.
+    `describes` selects the tools. Raises BadInput if the environment cannot be used.
     """
     if settings.process is None:
         return ()
@@ -112,10 +117,12 @@ def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -
 
 
 def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
-    """Return the schemas of the environment's tools if the problems' prompts show them. Empty for plain-text prompts.
+    """Return the schemas of the environment's tools if the prompts are chats, which show the tools. Empty for
+    plain-text prompts or without an environment.
 
     Raises BadInput if the prompts are of the wrong kind (chats or plain text), if a problem has images but
-    `history='per_turn'` is configured, or if the environment cannot be used.
+    `history='per_turn'` is configured, if a problem names a tool that the environment lacks, or if the environment
+    cannot be used.
     """
     if settings is None:
         return ()
@@ -123,14 +130,15 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
     for problem in problems:
         if settings.has_turn_prompts and problem.images:
             raise BadInput(
-                f"{problem.source}: the problem has images ({len(problem.images)}), but rollout.environment.history "
-                "'per_turn' supports text only. Use another history or problems without images."
+                f"{problem.source}: the problem has {len(problem.images)} images, but rollout.environment.history = "
+                "'per_turn' supports text only. Use another history, or problems without images."
             )
         if isinstance(problem.prompt, str) == is_chat:
             kinds = ("a chat", "plain text") if is_chat else ("plain text", "a chat")
             raise BadInput(
-                f"{problem.source}: expected {kinds[0]} as the prompt, found {kinds[1]}. Change the problems, or set "
-                f"rollout.environment.prompts={'text' if is_chat else 'chat'!r}."
+                f"{problem.source}: rollout.environment needs {kinds[0]} as the prompt, but this problem has "
+                f"{kinds[1]}. Change the problems, or set rollout.environment.prompts = "
+                f"{'text' if is_chat else 'chat'!r}."
             )
     schemas = tool_schemas(settings) if is_chat else ()
     names = [_tool_name(schema) for schema in schemas]
@@ -138,8 +146,8 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
         for tool in problem.template.tools:
             if (name := _tool_name(tool)) not in names:
                 raise BadInput(
-                    f"{problem.source}: the row's tool {name!r} is not a tool of rollout.environment, which has "
-                    f"{', '.join(names)}{nearest_name(name, names) or '.'} A row may only select some of them."
+                    f"{problem.source}: the row selects the tool {name!r}, but rollout.environment has only the tools "
+                    f"{', '.join(names)}{nearest_name(name, names) or '.'} A row may only select some of these tools."
                 )
     return schemas
 
@@ -147,7 +155,7 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
 def _tool_name(tool: ToolSchema) -> str:
     """Return the name of a tool from its schema.
 
-    The schema may be the function's schema alone, as in some data files.
+    The schema is either `{"function": {...}}` or, as in some data files, only the inner object.
     """
     return str(cast(Mapping[str, object], tool.get("function", tool))["name"])
 
@@ -155,10 +163,8 @@ def _tool_name(tool: ToolSchema) -> str:
 def check_turns(
     settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
-    """Check before a run that the policy's turns can be parsed and that an episode of `problem` can start.
-
-    Raises BadInput if not.
-    """
+    """Check before a run that the policy's turns can be parsed, and that an episode of `problem` can start. Raises
+    BadInput if one of the checks fails."""
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat").with_arguments(problem.template)
     parse = build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
@@ -174,11 +180,14 @@ def check_turns(
     finally:
         answers.close()
     if first_answer.step is None:
-        raise BadInput(f"{settings.run.where}: the environment cannot start an episode: {first_answer.failure}")
+        raise BadInput(
+            f"{settings.run.where}: starting the first episode, as a test, failed: {first_answer.failure}. Correct "
+            "the environment or its options."
+        )
 
 
 def _check_shown(form: TurnFormat) -> None:
-    """Raise BadInput if the chat template does not render the tools of `form`, because the policy must read them."""
+    """Raise BadInput if prompts rendered by the policy's chat template do not contain the environment's tools."""
     names = [_tool_name(tool) for tool in form.tools]
     if not names:
         return
@@ -186,13 +195,15 @@ def _check_shown(form: TurnFormat) -> None:
     hidden = [name for name in names if name not in prompt]
     if hidden:
         raise BadInput(
-            f"rollout.environment: the policy's chat template does not show the tool {hidden[0]!r}. Use a policy that "
-            "was trained to use tools, or set rollout.environment.kind='target' with a class that parses the text."
+            f"rollout.environment: the policy's chat template does not include the tool {hidden[0]!r} in the prompt, "
+            "so the policy could not know it. Use a policy that was trained to use tools, or set "
+            "rollout.environment.kind = 'target' with a class that parses the text."
         )
 
 
 def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, Parser]:
-    """Return the format of turns and the parser of tool calls for the policy in a directory.
+    """Return the format of the policy's turns and the parser of its tool calls. `directory` contains the policy's
+    tokenizer.
 
     Raises BadInput if the tokenizer or the environment cannot be used.
     """
@@ -207,11 +218,17 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
 
 
 def _known_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
-    """Return the schemas of the tools that plain-text prompts do not show. Empty if the environment does not start."""
+    """Return the schemas of the environment's tools for checking the arguments of calls, if prompts do not show the
+    tools. Returns no schemas if the environment cannot be started."""
     try:
         return tool_schemas(settings, "known")
     except RheostatError as error:
-        logger.warning("%s: the arguments of tool calls are not checked: %s", settings.run.where, error)
+        logger.warning(
+            "%s: the arguments of tool calls are not checked against the schemas of the tools, because the schemas "
+            "cannot be read: %s",
+            settings.run.where,
+            error,
+        )
         return ()
 
 

@@ -21,7 +21,7 @@ from models.retrieval.encoders import Retriever
 
 
 class Index:
-    """Index of the N passages of a file, embedded in D dimensions."""
+    """Search index of N passages, read from a file and embedded in D dimensions."""
 
     def __init__(self, retriever: Path, corpus: Path, column: str, version: int) -> None:
         """Read and embed the passages. `version` is the version of the rules for reading (`FileRules.version`).
@@ -34,15 +34,16 @@ class Index:
                 self.passages.append(read_text(place, row[column], column))
         input_errors.check()
         if not self.passages:
-            raise BadInput(f"rollout.environment.corpus {format_path(corpus)}: the file has no passages")
+            raise BadInput(
+                f"rollout.environment.corpus is {format_path(corpus)}, but this file contains no passages. Set it to "
+                "a file with at least one passage"
+            )
         self._retriever = Retriever(retriever, "rollout.environment.retriever")
         self._passages_ND = self._retriever.embed(self.passages)
 
     def nearest(self, query: str, count: int) -> list[str]:
-        """Return the `count` passages most similar to the query, best first.
-
-        Ties are broken by the order in the file.
-        """
+        """Return the `count` passages that are most similar to the query, best first. Equally similar passages are in
+        the order of the file."""
         cosine_N = self._passages_ND @ self._retriever.embed([query])[0]
         return [self.passages[place] for place in np.argsort(-cosine_N, kind="stable")[:count].tolist()]
 
@@ -51,7 +52,7 @@ load_index = cache(Index)
 
 
 class SearchTool:
-    """Environment that answers the calls of the tool `search`."""
+    """Environment that answers the policy's calls of the tool `search` with passages of a file."""
 
     def __init__(self, settings: SearchEnvironment, *, describes: DescribedTools) -> None:
         """Store the settings. Retriever and passages are loaded by `ready` or the first call."""
@@ -68,7 +69,10 @@ class SearchTool:
         """Do nothing, because no process was started."""
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer the calls of an episode's last turn. A turn without a call ends the episode."""
+        """Answer the calls in the last turn of an episode. A turn without a call ends the episode.
+
+        Returns the answer and None, or None and the reason for the failure.
+        """
         if not asked.turns:
             return EnvironmentStep((), done=False), None
         observation = parse_step(self._box.step(parse_turn(asked.turns[-1], len(asked.turns) - 1)), role="tool")
@@ -80,7 +84,7 @@ class SearchTool:
         """Do nothing. Other environments release an episode's state here, but this tool keeps none."""
 
     def _index(self) -> Index:
-        """Return the shared index, loading it at the first call in the process."""
+        """Return the search index, which is loaded at the first call in the process and then shared."""
         settings = self._settings
         return load_index(settings.retriever, settings.corpus, settings.text_column, settings.version)
 

@@ -24,12 +24,12 @@ from models.data.problems import Message, Problem, identity, load_problems
 _FIELD: Final = re.compile(r"\{(\w+)\}")
 
 ProblemData = Mapping[str, JsonValue]
-"""Problem data that an environment receives: the prompt, the answer and the columns."""
+"""Data of a problem that an environment receives: the prompt, the answer and the other columns of the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Dialogue up to and including a turn of the policy, to which the simulated user replies next."""
+    """Dialogue from its start up to a turn of the policy, to which the simulated user replies next."""
 
     instructions: str
     turns: tuple[str, ...]
@@ -39,13 +39,14 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """Dialogue as plain text: instructions, turns and replies concatenated without separators."""
+        """Dialogue as plain text: instructions, turns and replies, concatenated without separators."""
         parts = (part for pair in zip(self.turns, (*self.replies, ""), strict=True) for part in pair)
         return "".join((self.instructions, *parts))
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Dialogue as chat messages: the policy has the role `user`, the simulated user the role `assistant`."""
+        """Dialogue as chat messages from the view of the simulated user: the policy's turns have the role `user`, and
+        the simulated user's replies the role `assistant`."""
         messages = [Message("system", self.instructions)]
         for turn, reply in zip(self.turns, (*self.replies, ""), strict=True):
             messages += [Message("user", turn), Message("assistant", reply)]
@@ -53,12 +54,12 @@ class Transcript:
 
 
 def build_problem_data(problem: Problem) -> dict[str, JsonValue]:
-    """Return the data of a problem that an environment receives, before the prompt is rendered."""
+    """Return the data of a problem that an environment receives: the prompt, the answer and the other columns."""
     return {**problem.columns, "prompt": identity(problem.prompt), "answer": problem.answer}
 
 
 def fill_instructions(template: str, problem: ProblemData) -> str:
-    """Replace `{field}` in the instructions by the problem's values. Braces without a field name are kept as text.
+    """Replace each `{field}` in the instructions by the problem's value. Braces without a field name are kept as text.
 
     Raises ValueError if the problem has no such field; the message suggests the nearest name.
 
@@ -73,8 +74,8 @@ def fill_instructions(template: str, problem: ProblemData) -> str:
             near = difflib.get_close_matches(name, problem, n=1)
             hint = f", did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"rollout.environment.instructions: the problem has no field {name!r}{hint} Its fields are "
-                f"{', '.join(sorted(problem))}."
+                f"rollout.environment.instructions contains {{{name}}}, but the problem has no field {name!r}{hint} "
+                f"The fields of the problem are {', '.join(sorted(problem))}."
             )
         value = problem[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -85,7 +86,8 @@ def fill_instructions(template: str, problem: ProblemData) -> str:
 def user_examples(
     environment: DialogueEnvironment, data: DataConfig, *, warmup: WarmupConfig, seed: int
 ) -> list[Example]:
-    """Sample a simulated user's examples for all training steps, in order. Each is one reply of a worked episode.
+    """Sample the examples on which a simulated user is trained, for all training steps in order. Each example is one
+    reply in a worked episode (an example dialogue in the data).
 
     Raises BadInput if a problem has no worked episode.
     """
@@ -96,7 +98,8 @@ def user_examples(
 
 
 def user_texts(environment: DialogueEnvironment, problems: Iterable[Problem]) -> Iterator[str]:
-    """Yield the transcripts and replies on which the tokenizer of a simulated user is trained.
+    """Yield the texts on which the tokenizer of a simulated user is trained: the transcripts and replies of worked
+    episodes (example dialogues in the data).
 
     Raises BadInput if a problem has no worked episode.
     """
@@ -106,15 +109,17 @@ def user_texts(environment: DialogueEnvironment, problems: Iterable[Problem]) ->
 
 
 def worked_replies(environment: DialogueEnvironment, problems: Iterable[Problem]) -> Iterator[tuple[Transcript, str]]:
-    """Yield each reply of the problems' worked episodes with the transcript that precedes it.
+    """Yield each reply in the problems' worked episodes (example dialogues in the data), with the transcript that
+    precedes it.
 
     Raises BadInput if a problem has no worked episode or the instructions name a field that a problem lacks.
     """
     for problem in problems:
         if len(problem.worked_turns) < 2:
             raise BadInput(
-                f"{problem.source}: the problem has no worked episode, but rollout.environment.model.kind 'trained' "
-                "trains on worked episodes. Use data with worked episodes or a model that needs no training."
+                f"{problem.source}: rollout.environment.model.kind = 'trained' trains the simulated user on worked "
+                "episodes, but this problem has none. Use data with worked episodes, or a model that needs no "
+                "training."
             )
         try:
             instructions = fill_instructions(environment.instructions, build_problem_data(problem))

@@ -25,10 +25,8 @@ from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer, tokenize_prompts
 
 _MARKED: Final = re.compile(r"<(?=\||/?s>|[a-z]+_of_[a-z]+>)|\[(?=/?[A-Z_]+\])")
-"""Pattern of the first character of a likely special token, such as `<|end|>`, `</s>` or `[INST]`.
-
-Used for endpoints because their tokenizer is unknown.
-"""
+"""Pattern of the first character of a likely special token, such as `<|end|>`, `</s>` or `[INST]`. Used for models
+behind endpoints, whose tokenizer is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,13 @@ class SimulatedUser(Protocol):
         """Counter that grows with every forward pass or request and with every load."""
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
-        """Return the user's reply to the last turn of each transcript."""
+        """Return the simulated user's reply to the last turn of each transcript. `seeds` are the sampling seeds of the
+        replies."""
 
 
 class LocalUser:
-    """Simulated user that generates its replies with an engine in this process, one engine call for each batch.
+    """Simulated user that generates its replies with an engine in this process. Each batch of replies is one engine
+    call.
 
     The same weights, transcripts and seeds give bit-identical replies, regardless of earlier calls.
     """
@@ -72,7 +72,7 @@ class LocalUser:
         return 0 if self._engine is None else self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Load the model from `directory`, unless its digest is already loaded."""
+        """Load the model from `directory`, unless a model with the same digest is already loaded."""
         if self._engine is None:
             self._engine = build_engine(self._settings)
         if self._engine.loaded_digest() == model.digest:
@@ -92,9 +92,9 @@ class LocalUser:
             self._engine.close()
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
-        """Return the user's replies to the last turns, generated in one batch.
+        """Return the simulated user's replies to the last turns, generated in one batch.
 
-        A dialogue that does not fit into the model's context fails; the other dialogues still get replies.
+        A dialogue that does not fit into the model's context gets a failed reply; the other dialogues are not affected.
         """
         assert self._engine is not None, "the model must be loaded before a reply"
         assert self._tokenizer is not None, "the model must be loaded before a reply"
@@ -128,12 +128,11 @@ def user_inputs(
     chats: bool,
     rules: TextRules = RULES_BEFORE,
 ) -> list[ModelInput]:
-    """Tokenize dialogues, with the tokenizer's chat template if `chats` is set and the tokenizer has one.
+    """Tokenize dialogues for the simulated user's model, with the tokenizer's chat template if `chats` is set and the
+    tokenizer has one.
 
-    Special tokens that the policy wrote out as text are broken up by a space, so they are tokenized as plain text.
-    `rules` apply to all other control tokens.
-
-    Raises BadInput if the chat template rejects a dialogue.
+    Special tokens that occur as text in the policy's turns are broken up by a space, so they are tokenized as plain
+    text. `rules` apply to all other control tokens. Raises BadInput if the chat template rejects a dialogue.
     """
     special = sorted((token for token in tokenizer.all_special_tokens if len(token) > 1), key=len, reverse=True)
     special_pattern = re.compile("|".join(map(re.escape, special)) or "(?!)")
@@ -148,7 +147,7 @@ def user_inputs(
 class RemoteUser:
     """Simulated user that queries an OpenAI-compatible endpoint.
 
-    A dialogue fails if the endpoint is down or returns an incomplete reply.
+    If the endpoint is down or returns an incomplete reply, the dialogue gets a failed reply.
     """
 
     def __init__(self, model: EndpointUser, sampling: SamplingConfig) -> None:
@@ -165,7 +164,8 @@ class RemoteUser:
         return self._progress
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
-        """Request all replies concurrently, limited by the endpoint's `concurrency`."""
+        """Request the simulated user's reply to the last turn of each transcript. Requests run concurrently, limited by
+        the endpoint's `concurrency`."""
         failed = partial(Reply, "")
         return self._client.post(
             [
@@ -177,7 +177,7 @@ class RemoteUser:
         )
 
     def _build_body(self, transcript: Transcript, seed: int) -> dict[str, JsonValue]:
-        """Build the body of the chat completion request for one reply."""
+        """Build the JSON body of the chat completion request for one reply."""
         sampling, messages = self._sampling, _break_special_tokens(transcript, _MARKED).messages
         return {
             "model": self._model.model,
@@ -201,10 +201,8 @@ def _read_reply(data: bytes) -> Reply:
 
 
 def _reply_from_completion(completion: Completion, *, in_chat: bool) -> Reply:
-    """Convert the local model's completion into a reply of the simulated user.
-
-    The reply fails if the completion was cut off by the length limit.
-    """
+    """Convert the model's completion into a reply of the simulated user. A completion that was cut off at the length
+    limit becomes a failed reply."""
     if completion.finish_reason is FinishReason.LENGTH:
         return Reply("", f"the user's reply did not end within {len(completion.tokens)} tokens")
     return _reply_from_text(completion.text, in_chat=in_chat)
@@ -221,6 +219,7 @@ def _reply_from_text(text: str, *, in_chat: bool) -> Reply:
 
 
 def _break_special_tokens(transcript: Transcript, special: re.Pattern[str]) -> Transcript:
-    """Insert a space after the first character of each special token in the policy's turns, to make it plain text."""
+    """Insert a space after the first character of each special token in the policy's turns, so that it is read as plain
+    text. `special` matches these first characters."""
     turns = tuple(special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", turn) for turn in transcript.turns)
     return replace(transcript, turns=turns)

@@ -15,11 +15,9 @@ from models.text.whole_chats import ChatEncoder, enforce_chat_length
 def check_chats(
     warmup: PolicyWarmup | None, policy: Inspected, data: DataConfig, heldout: Sequence[Problem], notes: list[str]
 ) -> dict[str, float]:
-    """Encode all chats of the warm-up for the policy. Return their numbers, and append `notes` for the plan.
-
-    Raises BadInput if a chat is invalid or too long, if a training chat uses a held-out problem, or if the policy's
-    architecture does not support packing.
-    """
+    """Encode all chats on which the warm-up trains the policy. Return their numbers, and append remarks for the user to
+    `notes`. Raises BadInput if a chat is invalid or too long, if a training chat uses a held-out problem, or if the
+    policy's architecture does not support packing."""
     if warmup is None or warmup.chats is None:
         return {}
     config, rules = warmup.chats, data.text_rules

@@ -85,13 +85,14 @@ def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer on `texts`, and describe the decoder that a run would build with it."""
+    """Train the tokenizer on `texts`, and describe the new decoder that a run would build with this tokenizer."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
 def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer on `texts`, and describe the vision-language policy that a run would build with it."""
+    """Train the tokenizer on `texts`, and describe the new vision-language policy that a run would build with this
+    tokenizer."""
     from models.modeling.adapters import outline
     from models.modeling.critic import build_meta_critic
     from models.modeling.policy import policy_shape
@@ -115,8 +116,8 @@ def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
-    """Check that the configured policies can be merged, and describe the first one. The merged policy has the same
-    shapes."""
+    """Check that the configured policies can be merged, and describe the first one, which has the same shapes as the
+    merged policy. `texts` is not used."""
     from models.modeling.weighted_sum import compare_parents, find_parents
 
     parents = find_parents(policy)

@@ -70,7 +70,8 @@ def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, 
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge" and reward.images == "prompt" and example is None:
             raise BadInput(
-                f'reward {term}: images = "prompt" needs problems with images, but no problem has any. Remove images'
+                f'reward {term}: images = "prompt" shows the images of the problems to the judge, but no problem has '
+                "any. Remove the key, or set data.images_column."
             )
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if example is not None and targets:
@@ -83,8 +84,8 @@ def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> 
     for caption, picture in examples:
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
-                f"warmup: the pictures must have policy.side {side} x {side} pixels, found {size[0]} x {size[1]} "
-                f"for {caption!r}. Resize the pictures, or change policy.side."
+                f"[warmup]: the picture of {caption!r} has {size[0]} x {size[1]} pixels, but policy.side requires "
+                f"{side} x {side}. Resize the pictures, or change policy.side."
             )
 
 
@@ -99,7 +100,10 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     finally:
         evaluator.close()
     if failure is not None:
-        raise BadInput(f"reward {failure} (tested with the images of {problem.source} and the right answer)")
+        raise BadInput(
+            f"reward {failure} (tested with the images and the reference answer of {problem.source}). Correct the "
+            "reward function."
+        )
 
 
 def check_teacher_images(
@@ -112,7 +116,9 @@ def check_teacher_images(
         return
     where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
     if teacher.local_model is None:
-        raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
+        raise BadInput(
+            f"{where}, which teachers behind an endpoint do not support. Use a teacher with teacher.kind = 'directory'."
+        )
     own = load_limited_processor(fetch_path(teacher.local_model.path), limits)
     if own is None:
         raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
@@ -121,10 +127,10 @@ def check_teacher_images(
     for size, source in sizes.items():
         if own.encode_image(size) != processor.encode_image(size):
             raise BadInput(
-                f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
-                f"{own.count_tokens(size)} tokens for the teacher and {processor.count_tokens(size)} for the policy, "
-                "which must be the same tokens. The settings of the image processors differ. Use a teacher with the "
-                "settings of the policy (preprocessor_config.json)."
+                f"algorithm.distillation.teacher: an image of {source} with {size.width} x {size.height} pixels "
+                f"becomes {own.count_tokens(size)} tokens for the teacher but {processor.count_tokens(size)} for the "
+                "policy. Both must read the same tokens, so the settings of their image processors must be equal. Use "
+                "a teacher with the policy's preprocessor_config.json."
             )
 
 
@@ -147,7 +153,10 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
     try:
         answers = judge.answer([Question(reward.image_test_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
-        raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
+        raise BadInput(
+            f'reward {term}: images = "prompt" is set, but the judge rejects images: {error}. Use a vision-language '
+            "model as the judge."
+        ) from error
     texts = [_require_answer(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
     if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in texts}) == 1:
         raise BadInput(
@@ -165,5 +174,8 @@ def _draw_square(colour: str) -> bytes:
 
 def _require_answer(term: str, colour: str, answer: Answer) -> str:
     if answer.error is not None:
-        raise BadInput(f"reward {term}: the judge gives no answer about the image of a {colour} square: {answer.error}")
+        raise BadInput(
+            f"reward {term}: the judge did not answer a test question about the image of a {colour} square: "
+            f"{answer.error}. Check the endpoint, or use a vision-language model."
+        )
     return answer.text or ""

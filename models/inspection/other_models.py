@@ -81,8 +81,8 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
 def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """Check that the configuration allows requests to the teacher's endpoint, and return 0, because workers load no
-    teacher."""
+    """Check that the configuration allows requests to the teacher's endpoint. Returns 0 as the number of parameters,
+    because workers load no teacher."""
     TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
     return 0
 
@@ -99,9 +99,9 @@ def check_teacher_directory(
     _check_tokens(fetch_path(teacher.path), inspected.tokenizer, tokenizer)
     if longest_tokens > inspected.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {format_path(teacher.path)}: its context is "
+            f"algorithm.distillation.teacher {format_path(teacher.path)}: the teacher's context is "
             f"{inspected.shape.context_text}, but the longest prompt plus max_new_tokens need at least "
-            f"{longest_tokens}. Use a teacher with a longer context, or lower rollout.sampling.max_new_tokens."
+            f"{longest_tokens} tokens. Use a teacher with a longer context, or lower rollout.sampling.max_new_tokens."
         )
     inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {format_path(teacher.path)}")
     return inspected.shape.parameters
@@ -128,8 +128,8 @@ def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrain
     theirs = tokenizer.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
-            has = f"id {theirs[token]}" if token in theirs else "no such token"
-            return f"token {token!r} should have id {number}, found {has}"
+            has = f"id {theirs[token]}" if token in theirs else "no id"
+            return f"token {token!r} must have the id {number}, but there it has {has}"
     return None
 
 
@@ -147,8 +147,9 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
         return
     if (other := _find_differing_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
         raise BadInput(
-            f"promotion.registry: its champion, which replaces the configured policy, has another tokenizer: {other}. "
-            "Use a registry with versions of the configured policy."
+            "promotion.registry: the champion of the registry, with which the run starts instead of the configured "
+            f"policy, has another tokenizer: {other}. Use a registry whose policies have the tokenizer of the "
+            "configured policy."
         )
 
 
@@ -188,7 +189,8 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
 def check_directory_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a reward model, and return its number of parameters."""
+    """Check the reward model in an external directory, and return its number of parameters. Raises BadInput if the
+    model does not fit."""
     from models.modeling.reward_model import check_reward_model
 
     return check_reward_model(fetch_path(model.path), reward.template)
@@ -197,14 +199,16 @@ def check_directory_reward_model(
 def check_directory_judge(
     reward: JudgeReward, model: DirectoryJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a judge, and return its number of parameters."""
+    """Check the judge in an external directory, and return its number of parameters. Raises BadInput if the judge does
+    not fit."""
     return _check_judge(inspect_directory(fetch_path(model.path)), reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the judge that a run would build and train, and return its number of parameters."""
+    """Check the judge that a run would build and train, and return its number of parameters. Raises BadInput if the
+    judge does not fit."""
     assert not isinstance(model.shape, PolicyShape), "a judge that starts as the policy is checked with the policy"
     inspected = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(inspected, reward, model.engine, problems=problems, gpus=gpus)
@@ -213,7 +217,8 @@ def check_trained_judge(
 def check_policy_judge(
     term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check that a judge can start as a copy of the policy, and return its number of parameters."""
+    """Check that a judge can start as a copy of the policy, and return its number of parameters. `term` is the name of
+    the reward in messages, and `gpus` the number of GPUs of a worker."""
     assert reward.engine is not None, "a judge that the run trains has an engine in this process"
     try:
         return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)
@@ -227,8 +232,8 @@ def _check_judge(
     processor = found.load_processor(PixelLimits())
     if reward.images == "prompt" and processor is None:
         raise BadInput(
-            f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only '
-            "text. Use another model, or remove images."
+            'images = "prompt" is set, but this judge reads only text. Use a judge of the families '
+            f"{', '.join(FAMILIES)}, or remove the key."
         )
     longest = _check_room(reward, problems, found=found, processor=processor)
     engine.estimate_memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
@@ -254,7 +259,8 @@ def _check_room(
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:
         raise BadInput(
-            f"questions about right answers have up to {longest} tokens and a verdict up to {room}, but the judge's "
-            f"context is {found.shape.context} tokens. Use a judge with a longer context, or shorten the questions."
+            f"the longest question to the judge (about a correct answer) has {longest} tokens and its verdict up to "
+            f"{room}, but the judge's context is only {found.shape.context} tokens. Use a judge with a longer "
+            "context, or shorten the template."
         )
     return longest + room

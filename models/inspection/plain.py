@@ -266,5 +266,8 @@ def _header(path: Path) -> dict[str, Shape]:
     with safe_open(path, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
         if (opened.metadata() or {}).get("format") != "pt" or any(s.get_dtype() not in FLOATS for s in slices.values()):
-            raise ValueError(f"{path}: the weights are not in the plain format")
+            raise ValueError(
+                f"{path}: the weights are not in the format of safetensors files that PyTorch models write with "
+                "floating-point weights"
+            )
         return {name: tuple(each.get_shape()) for name, each in slices.items()}

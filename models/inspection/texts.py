@@ -73,7 +73,7 @@ def list_preference_notes(
 def list_chat_notes(
     chats: Sequence[TrainingChat], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
 ) -> list[str]:
-    """Return notes on chats of the warm-up, like those of `list_text_notes`."""
+    """Return remarks for the user on the chats on which the warm-up trains, such as control tokens in their texts."""
     control = ControlTokens.of(tokenizer)
     contained = [(each.source, control.find(each.messages)) for each in chats]
     prompts = [(each.messages, each.template) for each in chats]
@@ -95,7 +95,10 @@ def _describe_unread(
     variables in the prompts. `what` names the data."""
     if unread := count_unread_fields(prompts, tokenizer, in_parts=in_parts):
         fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
-        yield f"The policy's chat template does not read {fields}, so the policy does not see these values."
+        yield (
+            f"The policy's chat template does not read {fields} of the messages, so the policy does not receive these "
+            "values."
+        )
 
 
 def _describe_changes(
@@ -109,7 +112,10 @@ def _describe_changes(
     encoded = [[message.encode() for message in prompt] for prompt, _ in chats]
     if changes := count_changes(encoded, fit_chats(encoded, tokenizer, [arguments for _, arguments in chats])):
         forms = ", ".join(f"{change} ({rows:,} prompts)" for change, rows in changes.items())
-        yield f"The policy's chat template would not show the form in the file, so it receives {forms}."
+        yield (
+            "The policy's chat template cannot render some values in the form that they have in the file, so it "
+            f"receives {forms} instead."
+        )
 
 
 def _describe_date(

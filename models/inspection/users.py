@@ -57,7 +57,7 @@ def check_endpoint_user(
 def check_directory_user(
     environment: DialogueEnvironment, model: DirectoryUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check the directory of a simulated user, and return its number of parameters."""
+    """Check the simulated user's model in an external directory, and return its number of parameters."""
     return _check(environment, inspect_directory(fetch_path(model.path)), problems=problems, gpus=gpus)
 
 
@@ -81,8 +81,9 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
     longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=chats, rules=rules))
     if longest + room > found.shape.context:
         raise BadInput(
-            f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "
-            f"is {found.shape.context} tokens. Use a model with a longer context, or shorten the instructions."
+            f"the instructions of the simulated user have up to {longest} tokens and its reply up to {room}, but the "
+            f"context of its model is only {found.shape.context} tokens. Use a model with a longer context, or "
+            "shorten the instructions."
         )
     assert model.local_engine is not None, "a model that is inspected runs in this process"
     model.local_engine.estimate_memory(

@@ -16,7 +16,8 @@ from models.judges.prompts import find_fields, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
-    """Check a judge's settings without loading its model. Raises BadInput, naming the reward term."""
+    """Raise BadInput if the settings of a judge are invalid. `term` is the name of the reward term for the message. The
+    judge's model is not loaded."""
     try:
         _check_template(reward)
         _check_verdict(reward.answer_verdict)
@@ -34,7 +35,8 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
 
 
 def _check_template(reward: JudgeReward) -> None:
-    """Raise BadInput if the template lacks the completion or its steps, or has a field that is never filled in."""
+    """Raise BadInput if the judge's prompt template lacks the field of the completion or its steps, or has a field that
+    is never filled in."""
     if reward.template is None:
         return
     if reward.uses_rubric and "{criterion}" not in reward.template:
@@ -57,48 +59,60 @@ def _check_template(reward: JudgeReward) -> None:
             else "only a judge with verdict.kind 'steps' reads steps"
         )
         raise BadInput(
-            f"the template {reward.template!r:.200} has {{{unused}}}, but {why}. In the template, use {{{required}}}."
+            f"the template {reward.template!r:.200} contains {{{unused}}}, but {why}. Use {{{required}}} in the "
+            "template instead."
         )
 
 
 def _check_verdict(verdict: VerdictConfig) -> None:
-    """Raise BadInput if the verdict's pattern or choices are invalid."""
+    """Raise BadInput if the pattern or the choices of the judge's verdict are invalid."""
     match verdict:
         case ScoreVerdict():
             try:
                 groups = re.compile(verdict.pattern).groups
             except re.error as error:
-                raise BadInput(f"verdict.pattern {verdict.pattern!r} is not a regular expression: {error}") from error
+                raise BadInput(
+                    f"verdict.pattern is {verdict.pattern!r}, which is not a valid regular expression: {error}"
+                ) from error
             if not groups:
                 raise BadInput(
-                    f"verdict.pattern {verdict.pattern!r} has no group. Put parentheses around the score to capture."
+                    f"verdict.pattern is {verdict.pattern!r}, which has no group. Put parentheses around the part "
+                    "that matches the score."
                 )
         case ChoiceVerdict() | LogprobVerdict():
             _check_texts(tuple(verdict.choices) if isinstance(verdict, ChoiceVerdict) else (verdict.yes, verdict.no))
 
 
 def _check_texts(texts: tuple[str, ...]) -> None:
-    """Raise BadInput if two verdict texts are equal apart from case and spaces, or one is empty."""
+    """Raise BadInput if two texts of a verdict are equal apart from case and spaces, or if one is empty."""
     if not all(text.strip() for text in texts):
-        raise BadInput(f"the verdicts {texts} include an empty text. Give every verdict a text.")
+        raise BadInput(f"the texts of the verdicts are {texts}, but none may be empty. Give every verdict a text.")
     alike = {text.strip() if len(text.strip()) == 1 else text.strip().casefold() for text in texts}
     if len(alike) < len(texts):
-        raise BadInput(f"the verdicts {texts} must have different texts, ignoring case and spaces")
+        raise BadInput(
+            f"the texts of the verdicts are {texts}, but they must differ, ignoring case and surrounding spaces. "
+            "Change one of them"
+        )
 
 
 def _check_training(reward: JudgeReward, data: DataConfig) -> None:
-    """Raise BadInput if the judge cannot be trained from the data or with this kind of verdict."""
+    """Raise BadInput if a trained judge cannot be trained with this kind of verdict, or from this data."""
     verdict_texts(reward.verdict)
     if not data.has_answers:
-        raise BadInput("a judge is trained on right and wrong answers, but the data has none. Set data.answer_column.")
+        raise BadInput(
+            "a judge with a trained model is trained on correct and wrong answers, but the data has no reference "
+            "answers. Set data.answer_column."
+        )
 
 
 def check_judges(
     scoring: ScoringConfig, verdicts: Mapping[str, Sequence[Mapping[str, float]]], *, iteration: int
 ) -> None:
-    """Check the verdicts of an iteration. `verdicts` contains the metrics of each verdict shard by reward term.
+    """Check the quality of all judges' verdicts in an iteration. `verdicts` contains the metrics of each verdict shard,
+    by reward term.
 
-    Raises Quarantined if too many answers of a judge are invalid or too many known-bad answers (canaries) pass.
+    Raises Quarantined if too many answers of a judge are invalid, or if a judge accepts too many canaries (known-bad
+    answers mixed in as a test).
     """
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge":
@@ -106,33 +120,37 @@ def check_judges(
 
 
 def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
-    """Raise Quarantined if the summed metrics of one judge show too many invalid answers or passed canaries."""
+    """Raise Quarantined if a judge gave too many invalid answers or accepted too many canaries (known-bad answers).
+    `sums` contains the judge's metrics, summed over the iteration."""
     invalid, answers = sums["invalid"], sums["answers"]
     if isinstance(reward.verdict, StepsVerdict):
         _check_critiques(term, reward, sums, iteration)
     elif invalid > reward.max_invalid * answers:
         raise Quarantined(
-            f"iteration {iteration}: {invalid:.0f} of {answers:.0f} answers of judge {term} have no valid verdict "
-            f"after {reward.retries} retries. At most {reward.max_invalid:.1%} may be invalid (max_invalid)."
+            f"iteration {iteration}: {invalid:.0f} of {answers:.0f} answers of judge {term} contain no valid verdict "
+            f"after {reward.retries} retries, but max_invalid allows only {reward.max_invalid:.1%}. Read some answers "
+            "with `rheostat rollouts`, then change the judge's template or model."
         )
     passed, canaries = sums["canaries_passed"], sums["canaries"]
     if reward.canaries is not None and passed > reward.canaries.max_passing * canaries:
         raise Quarantined(
-            f"iteration {iteration}: judge {term} accepted {passed:.0f} of {canaries:.0f} known-bad answers. "
-            f"At most {reward.canaries.max_passing:.1%} may pass (canaries.max_passing)."
+            f"iteration {iteration}: judge {term} accepted {passed:.0f} of {canaries:.0f} test answers that are known "
+            f"to be wrong, but canaries.max_passing allows only {reward.canaries.max_passing:.1%}. The judge can be "
+            "exploited: change its template, or use a better model."
         )
 
 
 def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
-    """Raise Quarantined if too many completions have no usable critique.
+    """Raise Quarantined if too many completions have no valid critique (list of wrong steps).
 
     Completions are counted instead of answers, because one valid vote on a completion is sufficient.
     """
     unusable, completions = sums["unusable"], sums["completions"]
     if unusable > reward.max_invalid * completions:
         raise Quarantined(
-            f"iteration {iteration}: {unusable:.0f} of {completions:.0f} completions have no usable critique of judge "
-            f"{term} after {reward.retries} retries. At most {reward.max_invalid:.1%} may lack one (max_invalid)."
+            f"iteration {iteration}: {unusable:.0f} of {completions:.0f} completions have no usable critique by judge "
+            f"{term} after {reward.retries} retries, but max_invalid allows only {reward.max_invalid:.1%}. Change the "
+            "judge's template or model."
         )
 
 

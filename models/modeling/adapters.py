@@ -96,7 +96,7 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Run the block with the adapters of a model disabled, so that only its base is used."""
+    """Run the block with the LoRA adapters of a model disabled, so that only its base weights are used."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # not before the ranks have joined, see above
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -166,8 +166,8 @@ def _count_matmul_parameters(model: PreTrainedModel) -> int:
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers of a model that get an adapter, by name. Raises BadInput if a name in `lora.targets` matches no
-    layer."""
+    """Return the layers of a model that get a LoRA adapter, by name. Raises BadInput if a name in `lora.targets`
+    matches no layer."""
     linear = linear_layers(model)
     return {name: linear[name] for name in lora.choose(linear, kind=type(model).__name__)}
 
@@ -221,6 +221,6 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _head_name(model: PreTrainedModel) -> str | None:
-    """Return the attribute name of a classifier's head, which is trained, or None for a language model, whose head is
-    not trained."""
+    """Return the attribute name of a classifier's output head, which is trained in addition to adapters, or None for a
+    language model, whose head is not trained."""
     return next((name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)), None)

@@ -14,8 +14,8 @@ import numpy as np
 Rows = tuple[int, ...]
 
 MICROBATCH_OVERHEAD_TOKENS = 128
-"""Fixed cost of a micro-batch, expressed in tokens. Measured for a small model on one core: 2.5 ms, compared with 20 µs
-per token."""
+"""Fixed cost of a micro-batch, expressed as a number of tokens. Measured for a small model on one core: 2.5 ms,
+compared with 20 µs per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sizes of the sequences (rows) that are assigned to optimizer steps."""
+    """Sizes of the sequences (one per completion) that are assigned to optimizer steps. A row is the index of a
+    sequence."""
 
     lengths: Sequence[int]
     """Number of tokens of each sequence."""
@@ -165,11 +166,8 @@ def fill_microbatches(rows: Rows, sequences: Sequences, *, budget: int) -> tuple
 
 
 def split_minibatches(groups: Sequence[int], lengths: Sequence[int], *, minibatches: int, seed: int) -> list[Rows]:
-    """Split rows into at most `minibatches` sets of whole groups, with equal numbers of groups and similar numbers of
-    tokens.
-
-    The assignment of groups to sets, and the order of the sets, are derived from the seed.
-    """
+    """Split sequences into at most `minibatches` sets of whole groups, with equal numbers of groups and similar numbers
+    of tokens. The assignment of groups to sets, and the order of the sets, are derived from the seed."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)

@@ -92,8 +92,9 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
         _require_head(critic.model, source=str(source))
         if critic.context < longest_tokens:
             raise BadInput(
-                f"critic {source}: its context is {critic.context} tokens, but the longest prompt and max_new_tokens "
-                f"need {longest_tokens}"
+                f"critic {source}: the context of the model is {critic.context} tokens, but the longest prompt and "
+                f"max_new_tokens need {longest_tokens}. Use a model with a longer context, or lower "
+                "rollout.sampling.max_new_tokens"
             )
     except BadInput as error:
         raise BadInput(f"algorithm.critic: {error}") from error
@@ -118,9 +119,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokeni
     if differing:
         first = differing[0]
         raise BadInput(
-            f"critic {source} must have the policy's tokenizer, which has {len(policy_ids)} tokens. Its own has "
-            f"{len(critic_ids)}, and {len(differing)} differ: {first!r} is {_describe_id(critic_ids, first)} there and "
-            f"{_describe_id(policy_ids, first)} in the policy's"
+            f"critic {source}: the tokenizer must be that of the policy, but {len(differing)} tokens differ (the "
+            f"critic has {len(critic_ids)} tokens, the policy {len(policy_ids)}). The first is {first!r}: the critic "
+            f"has {_describe_id(critic_ids, first)}, the policy {_describe_id(policy_ids, first)}. Use a critic with "
+            "the policy's tokenizer"
         )
 
 
@@ -143,15 +145,15 @@ def _build_classifier(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _describe_id(vocabulary: dict[str, int], token: str) -> str:
-    return f"id {vocabulary[token]}" if token in vocabulary else "none"
+    return f"id {vocabulary[token]}" if token in vocabulary else "no such token"
 
 
 def _require_head(model: PreTrainedModel, *, source: str) -> nn.Linear:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise BadInput(
-            f"critic {source}: {type(model).__name__} has no linear layer `score` over its hidden states. Use a "
-            "decoder that has one"
+            f"critic {source}: {type(model).__name__} has no linear layer `score` over its hidden states, which "
+            "computes the values. Use a decoder that has one"
         )
     return head
 
@@ -167,7 +169,7 @@ def _check_causal(model: PreTrainedModel, *, source: str) -> None:
         expected = model(input_ids=tokens_BT[:, :end], use_cache=False).logits.float()[0, 0]
         if not torch.allclose(values_N[end - 1], expected, rtol=1e-2, atol=1e-2):
             raise BadInput(
-                f"critic {source}: {type(model).__name__} returns {float(expected):.4g} for a text and "
-                f"{float(values_N[end - 1]):.4g} for the same text inside a longer one. Use a causal decoder whose "
-                "score is a linear layer over the hidden states"
+                f"critic {source}: {type(model).__name__} returns {float(expected):.4g} for a text but "
+                f"{float(values_N[end - 1]):.4g} for the same text at the start of a longer one, so its values depend "
+                "on later tokens. Use a causal decoder whose score is a linear layer over the hidden states"
             )

@@ -53,7 +53,8 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
             f"policy {directory}: the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for only "
-            f"{model.get_input_embeddings().weight.shape[0]}. They do not belong together"
+            f"{model.get_input_embeddings().weight.shape[0]}. Take the tokenizer and the model from the same "
+            "checkpoint"
         )
     return config, tokenizer, model.num_parameters()
 
@@ -171,31 +172,47 @@ def weight_files(directory: Path) -> list[Path]:
     for name in sorted(names):
         if not (directory / name).is_file() or "/" in name:
             pickled = any(directory.glob("*.bin"))
-            hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
-            raise BadInput(f"policy {directory}: no {name}{hint}")
+            hint = (
+                ". Pickled weights (.bin) are never loaded: convert them to safetensors with save_pretrained"
+                if pickled
+                else ""
+            )
+            raise BadInput(f"policy {directory}: the weight file {name} does not exist{hint}")
     return [directory / name for name in sorted(names)]
 
 
 def _causal_config(directory: Path) -> PretrainedConfig:
     path = directory / "config.json"
     if not path.is_file():
-        raise BadInput(f"policy {directory}: no config.json: not a model directory in Hugging Face format")
+        raise BadInput(
+            f"policy {directory}: the directory has no config.json, so it is not a model directory in Hugging Face "
+            "format. Set the path to a model directory"
+        )
     kind = _read_object(path).get("model_type")
     known = (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if is_vision_model(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
     causal = known.get(kind) if isinstance(kind, str) else None
     if causal is None:
-        raise BadInput(f"{path}: model_type {kind!r} is no causal language model that transformers knows")
+        raise BadInput(
+            f"{path}: model_type is {kind!r}, which is not a causal language model that transformers knows. Use "
+            "another model"
+        )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError) as error:
-        raise BadInput(f"{path}: does not load: {str(error).strip().splitlines()[0]}") from error
+        raise BadInput(
+            f"{path}: transformers cannot load the configuration: {str(error).strip().splitlines()[0]}. Use a "
+            "complete copy of the model"
+        ) from error
     expected = {causal} if isinstance(causal, str) else set(causal)
     if config.architectures and not expected & set(config.architectures):
-        raise BadInput(f"{path}: expected a causal language model ({causal}), found {', '.join(config.architectures)}")
+        raise BadInput(
+            f"{path}: the architecture is {', '.join(config.architectures)}, but the policy must be a causal language "
+            f"model ({causal}). Use another model"
+        )
     return config
 
 
@@ -203,7 +220,10 @@ def _read_object(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: not JSON: {error}") from error
+        raise BadInput(f"{path}: the file is not valid JSON: {error}. Copy or download the file again") from error
     if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise BadInput(
+            f"{path}: the file must contain a JSON object, but it contains a {type(content).__name__}. Copy or "
+            "download the file again"
+        )
     return content

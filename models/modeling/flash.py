@@ -48,7 +48,7 @@ class RowsAttention(Protocol):
         deterministic: bool,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the attention output of each query. Some versions of the kernel return a tuple whose first element is
-        the output."""
+        the output. The arguments are those of flash-attn's `flash_attn_varlen_func`."""
         ...
 
 
@@ -80,7 +80,8 @@ def flash_kernel(attention: str) -> RowsAttention:
         return cast(RowsAttention, getattr(import_module(package.module), FUNCTION))
     except (ImportError, AttributeError, OSError) as error:  # built for another torch or another CUDA
         raise BadInput(
-            f"update.attention = {attention!r}: {package.distribution} cannot be imported: {error}"
+            f"update.attention is {attention!r}, but its package {package.distribution} cannot be imported: {error}. "
+            "Install a build of it for the installed versions of torch and CUDA"
         ) from error
 
 

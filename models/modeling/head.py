@@ -105,7 +105,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tenso
 
 
 class _Gradients:
-    """Gradients of the loss with respect to the head's parameters and input states, accumulated chunk by chunk."""
+    """Gradients of the loss with respect to the head's parameters and the hidden states, accumulated chunk by chunk of
+    tokens."""
 
     def __init__(self, states_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Sequence[bool]) -> None:
         self._states_NH, self._weight_VH, self._bias_V = states_NH, weight_VH, bias_V
@@ -271,6 +272,6 @@ def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn
         if torch.allclose(expected.float(), computed, rtol=1e-2, atol=1e-2, equal_nan=True):
             return head, shape
     raise BadInput(
-        f"model {type(model).__name__} cannot be trained: its logits must be a linear layer of the last hidden states, "
-        "followed by at most a scale or a soft cap"
+        f"model {type(model).__name__} cannot be trained, because its logits are not a linear layer of the last "
+        "hidden states, followed by at most a scale or a soft cap. Use another architecture"
     )

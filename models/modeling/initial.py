@@ -60,7 +60,7 @@ def iterate_texts(data: DataConfig, seed: int) -> Iterator[str]:
 
 
 def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a decoder with random weights and a tokenizer trained on `texts`. Return the number of parameters."""
+    """Build a text policy with random weights and a tokenizer trained on `texts`. Return the number of parameters."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     model = build_scratch(policy, tokenizer, seed=seed)
     save_policy(model, tokenizer, directory)
@@ -107,7 +107,7 @@ class ServedModelWriter(Protocol):
         problems: Sequence[Problem],
         seed: int,
     ) -> int:
-        """Write the model into `directory` and return its number of parameters."""
+        """Write the model that computes `reward` into `directory` and return its number of parameters."""
         ...
 
 
@@ -122,7 +122,10 @@ def refuse_to_write(
 ) -> int:
     """Raise BadInput, because no separate model is built for this reward: it uses a model behind an endpoint, or a copy
     of the policy."""
-    raise BadInput("a model behind an endpoint, or one that starts from the policy, cannot be built for the reward")
+    raise BadInput(
+        "the model of this reward is behind an endpoint or starts as a copy of the policy, so it is not written "
+        "separately"
+    )
 
 
 def write_reward_model(
@@ -167,7 +170,7 @@ class UserWriter(Protocol):
         problems: Sequence[Problem],
         seed: int,
     ) -> int:
-        """Write the model into `directory` and return its number of parameters."""
+        """Write the simulated user's model into `directory` and return its number of parameters."""
         ...
 
 
@@ -181,8 +184,8 @@ def write_user(environment: DialogueEnvironment, directory: Path, *, problems: S
 def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput, because a model behind an endpoint cannot be built for the run."""
-    raise BadInput("a model behind an endpoint cannot be built for the run")
+    """Raise BadInput, because a simulated user behind an endpoint has no model that a run could build."""
+    raise BadInput("the simulated user is behind an endpoint, so the run does not write its model")
 
 
 def copy_user(

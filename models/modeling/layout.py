@@ -92,14 +92,13 @@ class MicroBatch:
     rows_N: Indexes
     """Row number of each completion token. The number of a row without completion tokens does not occur."""
     shared: SharedRows | None
-    """The same tokens as a single row in which every prompt is stored once, or None if this would save too few
-    tokens."""
+    """Same tokens as a single row that contains every shared prompt once, or None if this would save too few tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Micro-batch of training samples: the input of one forward pass, and the training data of its completion
-    tokens."""
+    """Micro-batch of training samples: the input of one forward pass, and the training data (such as advantages) of its
+    completion tokens."""
 
     microbatch: MicroBatch
     behavior_N: NDArray[np.float32]
@@ -114,11 +113,9 @@ class TrainingBatch:
 
 
 AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
-"""Function that computes one number per completion token with an auxiliary model, such as a reference: an array of
-shape (N,) per micro-batch.
-
-Collective: every rank must call it with the same number of micro-batches. Some may be empty, without completion tokens.
-"""
+"""Function that computes one number per completion token with an auxiliary model, such as a reference. Returns one
+array per micro-batch. Collective: every rank must call it with the same number of micro-batches, some of which may be
+empty."""
 
 
 def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroBatch:
@@ -184,11 +181,9 @@ def _build_shared_row(
 
 
 def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
-    """Assign numbers to the tokens of a micro-batch. The tokens of equal prompts get the same numbers.
-
-    Prompts with different images or routed experts are not equal. Returns the number of each token (B x T), the count
-    of distinct numbers, and one input per distinct prompt.
-    """
+    """Assign numbers to the tokens of a micro-batch so that the tokens of equal prompts get the same numbers. Prompts
+    with different images or routed experts are not equal. Returns the number of each token (rows x width), the count of
+    distinct numbers, and one input per distinct prompt."""
     token_BT = np.zeros((max(1, len(inputs)), width), np.int64)
     begins: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, ModelInput]] = {}
     used = 0

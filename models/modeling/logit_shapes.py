@@ -23,7 +23,7 @@ class LogitShape(NamedTuple):
     cap: float = inf
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Return the logits for a head output `raw` of any shape."""
+        """Return the logits for the raw output of the head, of any shape."""
         scaled = raw if self.scale == 1 else raw * self.scale
         return scaled if self.cap == inf else self.cap * torch.tanh(scaled / self.cap)
 

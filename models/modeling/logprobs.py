@@ -47,7 +47,7 @@ class ForwardInput(NamedTuple):
     shared: SharedTokens | None = None
     """Indices for attention if `tokens_BT` is one row that contains shared prompts once, or None if rows are padded."""
     images: ImageRows | None = None
-    """Images of the rows, or None for a text-only model."""
+    """Images in the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
     """Experts that the mixture-of-experts routers must use for each token, or None if routers choose freely."""
     own_M: Tensor | None = None
@@ -112,7 +112,7 @@ class TokenModule(nn.Module):
     """Underlying transformers or diffusers model, which `save` writes."""
 
     shares_prompts: bool
-    """Whether the model supports micro-batches in which prompts are stored once."""
+    """Whether the model supports micro-batches in which a prompt that several sequences share is stored once."""
 
     vision: VisionInputs | None = None
     """Vision tower and image settings of a vision-language model, or None for a text-only model."""
@@ -142,7 +142,8 @@ class TokenModule(nn.Module):
         )
         if not matches_padded_rows(self.model, sequence_parallel_group=group):
             raise BadInput(
-                f"update.sequence_parallel is {group.size}, but {kind} gives other results for split sequences"
+                f"update.sequence_parallel is {group.size}, but {kind} computes other results if its sequences are "
+                "split among ranks. Set it to 1"
             )
         self.sequence_parallel_group = group
 
@@ -156,7 +157,10 @@ class TokenModule(nn.Module):
             width = batch.tokens_BT.shape[1]
             images = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
-            raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
+            raise BadInput(
+                f"{type(self.model).__name__} reads only text, but the prompts have images. Use a vision-language "
+                "policy, or remove data.images_column"
+            )
         inputs = ForwardInput.from_microbatch(
             batch,
             device,
@@ -181,18 +185,22 @@ class TokenModule(nn.Module):
             checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)
-    """Denoising steps that may be trained. The range is empty for policies that generate text."""
+    """Denoising steps that may be trained. The range is empty for language models."""
 
     @property
     def means(self) -> Tensor:
         """Means of the distributions of the next states, as a denoiser predicted them in the latest forward pass. Shape
         (denoising steps, values of a state)."""
-        raise AssertionError("a language model predicts no means of states")
+        raise AssertionError(
+            "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
+        )
 
     def divergence(self, means_ND: Tensor) -> Tensor:
         """Return the KL divergence of each denoising step of the latest forward pass from another denoiser, whose
         predicted means of the next states are `means_ND` (denoising steps x values of a state)."""
-        raise AssertionError("a language model predicts no means of states")
+        raise AssertionError(
+            "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
+        )
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
         """Write the model with unsharded weights, and return the size and digest of each weight file by name."""

@@ -26,7 +26,7 @@ from models.modeling.weight_files import read_header
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
-"""Prefix of the names of the base model's modules in peft's files."""
+"""Prefix that peft's files add to the names of the base model's modules."""
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
 """Initialization methods in peft that also change the weights of the base model."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -99,9 +99,9 @@ class Adapter:
     rank: int
     """Largest LoRA rank among the adapted layers."""
     deltas: dict[str, Delta]
-    """Factors of each adapted layer, by the layer's name in the base model."""
+    """LoRA factors of each adapted layer, by the layer's name in the base model."""
     replaced: dict[str, Tensor]
-    """Parameters that replace those of the base because they were trained completely, such as a critic's head."""
+    """Parameters that replace those of the base model because they were trained completely, such as a critic's head."""
 
 
 def is_adapter(directory: Path) -> bool:
@@ -121,15 +121,16 @@ def find_base(directory: Path) -> Path:
         base = on_hub
     if not base_name or not (base / "config.json").is_file():
         raise BadInput(
-            f"adapter {directory}: base_model_name_or_path in {SETTINGS} must name a model directory, or a model on "
-            f"the Hugging Face Hub, but it is {base_name!r}"
+            f"adapter {directory}: base_model_name_or_path in {SETTINGS} must be the path of the base model's "
+            f"directory, or the name of a model on the Hugging Face Hub, but it is {base_name!r}. Correct it, or "
+            "download the base model"
         )
     return base.resolve()
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter from its directory. Raises BadInput if it is neither LoRA nor rsLoRA, or if its files cannot be
-    read."""
+    """Read an adapter in peft's format from its directory. Raises BadInput if it is neither LoRA nor rsLoRA, or if its
+    files cannot be read."""
     settings = _read_settings(directory)
     if unsupported := settings.find_unsupported():
         raise BadInput(
@@ -141,11 +142,16 @@ def read_adapter(directory: Path) -> Adapter:
     tensors_by_name = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     layers = [name.removesuffix(_A) for name in tensors_by_name if name.endswith(_A)]
     if unpaired := [name for name in layers if f"{name}{_B}" not in tensors_by_name]:
-        raise BadInput(f"adapter {directory}: {unpaired[0]} has a matrix A but no matrix B")
+        raise BadInput(
+            f"adapter {directory}: the layer {unpaired[0]} has a matrix A but no matrix B. Save the adapter again "
+            "with peft"
+        )
     try:
         scales = {name: settings.scale(name) for name in layers}
     except re.error as error:
-        raise BadInput(f"adapter {directory}: a pattern in {SETTINGS} is no regular expression: {error}") from error
+        raise BadInput(
+            f"adapter {directory}: a pattern in {SETTINGS} is not a valid regular expression: {error}"
+        ) from error
     return Adapter(
         directory=directory,
         rank=max([settings.r, *settings.rank_pattern.values()]),
@@ -162,28 +168,33 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
     for name, delta in adapter.deltas.items():
         layer = _find_layer(model, name)
         if layer is None or layer.weight is embeddings:
-            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name} with separate weights")
+            raise BadInput(
+                f"adapter {adapter.directory}: the base model has no linear layer {name} with separate weights, which "
+                "the adapter changes. Use the base model with which the adapter was trained"
+            )
         shape_OI = (delta.b_OR.shape[0], delta.a_RI.shape[1])
         base_OI = tuple(layer.weight.shape)[:: -1 if isinstance(layer, Conv1D) else 1]
         if base_OI != shape_OI:
             raise BadInput(
-                f"adapter {adapter.directory}: {name} is for weights of shape {shape_OI}, but its base has {base_OI}"
+                f"adapter {adapter.directory}: the adapter of {name} is for weights of shape {shape_OI}, but those of "
+                f"the base model have the shape {base_OI}. Use the base model with which the adapter was trained"
             )
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
     for name, tensor in adapter.replaced.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise BadInput(
-                f"adapter {adapter.directory}: {name} is {tuple(tensor.shape)}, but its base has {shapes.get(name)}"
+                f"adapter {adapter.directory}: {name} has the shape {tuple(tensor.shape)}, but in the base model it "
+                f"has {shapes.get(name)}. Use the base model with which the adapter was trained"
             )
 
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
-    """Add an adapter to a float32 model on the CPU, and return the parameters that changed, by name.
+    """Add a LoRA adapter to a float32 model on the CPU, and return the parameters that changed, by name. Raises
+    BadInput if the adapter does not fit.
 
     Each changed weight is `W + (alpha / rank) * (B @ A)`, all in float32. If a layer stores its weight as inputs x
-    outputs, the product is transposed. The same files always give the same bits. Raises BadInput if the adapter does
-    not fit.
+    outputs, the product is transposed. The same files always give the same bits.
     """
     check_fits(model, adapter)
     changed = dict(_iter_merged(model, adapter))
@@ -196,7 +207,7 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
 def load_merged(
     base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a base model and add an adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
+    """Load a base model and add a LoRA adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
     wide = load_policy(base)
     changed = merge(wide, read_adapter(adapter))
     if dtype == torch.float32:
@@ -248,4 +259,7 @@ def _read_settings(directory: Path) -> AdapterSettings:
     try:
         return AdapterSettings.model_validate(json.loads((directory / SETTINGS).read_text()))
     except (OSError, ValueError, ValidationError) as error:
-        raise BadInput(f"adapter {directory}: {SETTINGS} is not peft's: {' '.join(str(error).split())}") from error
+        raise BadInput(
+            f"adapter {directory}: {SETTINGS} is not a valid configuration of peft: {' '.join(str(error).split())}. "
+            "Save the adapter again with peft"
+        ) from error

@@ -58,11 +58,9 @@ class Architecture(Protocol):
 def load_weights(
     architecture: Architecture, directory: Path, *, what: str, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load a model of the given architecture. `what` describes the model at the start of error messages.
-
-    Raises BadInput if the files do not fit config.json, because transformers would fill missing weights with random
-    numbers.
-    """
+    """Load a model of the given architecture. Raises BadInput if the files do not fit config.json, because transformers
+    would fill missing weights with random numbers. `what` is the kind of model with which error messages begin, such as
+    "critic"."""
     where = f"{what} {directory}"
     stored = read_stored_weights(directory, what=what)
     try:
@@ -78,7 +76,9 @@ def load_weights(
                 ignore_mismatched_sizes=True,  # they are reported in our words below
             )
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"{where}: its weights do not load: {first_line(error)}") from error
+        raise BadInput(
+            f"{where}: the weights cannot be loaded: {first_line(error)}. Use a complete copy of the model"
+        ) from error
     check_loaded_weights(model, loading, stored, where=where)
     return model
 
@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
 
 
 def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """Return the transformers configuration of a new decoder for a tokenizer."""
+    """Return the transformers configuration of a new decoder whose vocabulary is that of the tokenizer."""
     kinds: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     return kinds[policy.architecture](
         vocab_size=len(tokenizer),
@@ -157,7 +157,7 @@ def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
 
 
 def trains_vision(model: PreTrainedModel) -> bool:
-    """Return whether any weight of the vision tower or the projector of a model is trained."""
+    """Return whether any weight of the vision tower or the projector of a model is trained (not frozen)."""
     return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 
 
@@ -176,7 +176,8 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str, cont
     usable = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
     if None not in (usable, context) and usable != context:
         raise BadInput(
-            f"policy.context is {context}, but config.json in {source} sets {usable}. Remove policy.context."
+            f"policy.context is {context}, but config.json in {source} already sets the maximum length {usable}. "
+            "Remove policy.context."
         )
     context = context or usable
     if context is None:

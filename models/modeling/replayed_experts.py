@@ -79,19 +79,20 @@ class ExpertReplay:
 
     def lay_out(self, batch: MicroBatch, device: torch.device, *, shares: bool) -> Tensor:
         """Return the recorded experts of every token on the device, in the order in which the model processes the
-        tokens.
-
-        With `shares`, this is the order of the single row with shared prompts. Raises Damaged if recorded experts are
-        missing or do not fit the model.
-        """
+        tokens. With `shares`, this is the order of the single row that stores shared prompts once. Raises Damaged if
+        recorded experts are missing or do not fit the model."""
         chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _OWN, np.int32)
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
             if each.experts is None and not len(each.trained_positions):
                 continue
             problem = "none" if each.experts is None else self._find_problem(each.experts)
             if problem or each.experts is None:
-                expected = f"{self._width} experts of each token, below {self._experts}"
-                raise Damaged(f"sample of {len(each)} tokens cannot be replayed: expected {expected}, found {problem}")
+                expected = f"{self._width} experts with numbers below {self._experts}"
+                raise Damaged(
+                    f"the recorded experts of a sample with {len(each)} tokens do not fit this model: each token "
+                    f"needs {expected}, but the sample has {problem}. Restore the shard from a copy of the run, or "
+                    "remove update.router_replay"
+                )
             chosen_TF[: len(each.experts)] = each.experts
         chosen_LF: NDArray[np.int32] = chosen_BTF.reshape(-1, self._width)
         if shares and batch.shared is not None:
@@ -114,8 +115,8 @@ class ExpertReplay:
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Return whether every router of a model chooses experts by exactly one call of `topk`, so that its choice can be
-    replayed. The model may be on the `meta` device."""
+    """Return whether every mixture-of-experts router of a model chooses experts by exactly one call of `topk`, so that
+    recorded choices can be imposed. The model may be on the `meta` device."""
     return all(map(_chooses_once, routers(model)))
 
 

@@ -42,7 +42,7 @@ class RewardModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     context: int
-    """Maximum length of a sequence in tokens."""
+    """Maximum length of a text in tokens."""
 
     @property
     def pad(self) -> int | None:
@@ -88,14 +88,18 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
             f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for only "
-            f"{model.get_input_embeddings().weight.shape[0]}. They do not belong together"
+            f"{model.get_input_embeddings().weight.shape[0]}. Take the tokenizer and the model from the same "
+            "checkpoint"
         )
     text = config.get_text_config()
     longest = usable_context(getattr(text, "max_position_embeddings", None), text.to_dict())
     limits = (longest, tokenizer.model_max_length)
     known_limits = [int(limit) for limit in limits if isinstance(limit, int) and limit < ENDLESS]
     if not known_limits:
-        raise BadInput(f"reward model {path}: neither config.json nor the tokenizer limits the length of a text")
+        raise BadInput(
+            f"reward model {path}: neither config.json (max_position_embeddings) nor the tokenizer (model_max_length) "
+            "sets the maximum length of a text. Add one of them"
+        )
     return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known_limits))
 
 
@@ -138,29 +142,53 @@ def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
 def _load_config(path: Path) -> PretrainedConfig:
     where = path / "config.json"
     if not where.is_file():
-        raise BadInput(f"reward model {path}: no config.json: not a model directory in Hugging Face format")
+        raise BadInput(
+            f"reward model {path}: the directory has no config.json, so it is not a model directory in Hugging Face "
+            "format. Set the path to a model directory"
+        )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError, RecursionError) as error:
-        raise BadInput(f"{where}: does not load: {first_line(error)}") from error
+        raise BadInput(
+            f"{where}: transformers cannot load the configuration: {first_line(error)}. Use a complete copy of the "
+            "model"
+        ) from error
     classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if classifier is None:
-        raise BadInput(f"{where}: model_type {config.model_type!r} is no sequence classifier that transformers knows")
+        raise BadInput(
+            f"{where}: model_type is {config.model_type!r}, for which transformers has no sequence classifier. Use "
+            "another model"
+        )
     if config.architectures != [classifier]:
         architectures = ", ".join(config.architectures or ["no architecture"])
-        raise BadInput(f"{where}: expected a sequence classifier ({classifier}), found {architectures}")
+        raise BadInput(
+            f"{where}: the architecture must be the sequence classifier {classifier}, found {architectures}. Use a "
+            "model that was trained as a classifier"
+        )
     if config.num_labels != 1:
-        raise BadInput(f"{where}: expected a classifier with one output, found {config.num_labels} labels")
+        raise BadInput(
+            f"{where}: the classifier must have one output, which is the score, but it has {config.num_labels} "
+            "labels. Use another model"
+        )
     return config
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     if not (path / "tokenizer.json").is_file():
-        raise BadInput(f"reward model {path}: no tokenizer.json; save its fast tokenizer there with save_pretrained")
+        raise BadInput(
+            f"reward model {path}: the directory has no tokenizer.json. Save the model's fast tokenizer there with "
+            "save_pretrained"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise BadInput(f"reward model {path}: its tokenizer does not load: {first_line(error)}") from error
+        raise BadInput(
+            f"reward model {path}: the tokenizer cannot be loaded: {first_line(error)}. Use a complete copy of the "
+            "model"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise BadInput(f"reward model {path}: expected a fast tokenizer, found {type(tokenizer).__name__}")
+        raise BadInput(
+            f"reward model {path}: the model needs a fast tokenizer (of the library tokenizers), but it has a "
+            f"{type(tokenizer).__name__}. Save a fast tokenizer there with save_pretrained"
+        )
     return tokenizer

@@ -66,7 +66,7 @@ class SharedTokens:
 
     @property
     def width(self) -> int:
-        """Number of tokens of the micro-batch's longest sequence."""
+        """Number of tokens of the longest sequence in the micro-batch."""
         return max(width for _, width in self.blocks)
 
 
@@ -240,7 +240,10 @@ def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
     if attention is None:
         return enable_shared_prompts(model)
     if attention not in attentions_of(model):
-        raise BadInput(f"update.attention = {attention!r} is not supported by {type(model).__name__}")
+        raise BadInput(
+            f"update.attention is {attention!r}, but {type(model).__name__} does not support it. Use 'sdpa', or "
+            "remove the key"
+        )
     if attention in FLASH:
         return use_attention_kernel(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
     model.set_attn_implementation(attention)

@@ -24,7 +24,7 @@ DEQUANTIZED: Final = {"compressed-tensors": ("run_compressed", False)}
 """Name and value of the setting in `quantization_config` with which transformers loads unquantized weights, by
 quantization method. All other methods use `dequantize = true`."""
 PACKAGES: Final = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-"""Quantization methods without a setting for loading unquantized weights."""
+"""Quantization methods that have no setting with which transformers loads unquantized weights."""
 
 
 class _Unsupported(Exception):
@@ -48,12 +48,13 @@ def check_trainable(model: PreTrainedModel, *, source: str) -> None:
 def describe_decoding_conflict(model: PreTrainedModel) -> str:
     """Return the reason why the engine `transformers` cannot decode with a model, or "" if no reason is known."""
     if "past_key_values" not in inspect.signature(model.forward).parameters or not _returns_cache(model):
-        return "its class has no cache of keys and values (past_key_values)"
+        return "its class has no KV cache (past_key_values)"
     return _find_error(model, lambda tokens_BT: _decode_one_token(model, tokens_BT))
 
 
 def _returns_cache(model: PreTrainedModel) -> bool:
-    """Return False if the annotation of a model's forward pass names an output without a cache (RecurrentGemma)."""
+    """Return whether a model's forward pass may return a KV cache. It is False if the return annotation names an output
+    class without a cache (RecurrentGemma)."""
     output = get_type_hints(type(model).forward).get("return")
     kinds = [kind for kind in (output, *get_args(output)) if isinstance(kind, type) and issubclass(kind, ModelOutput)]
     return not kinds or any("past_key_values" in getattr(kind, "__dataclass_fields__", ()) for kind in kinds)
@@ -113,7 +114,10 @@ def _compute_logits(model: PreTrainedModel, tokens_BT: Tensor) -> None:
         for hook in hooks:
             hook.remove()
     if called:
-        raise _Unsupported(f"{called[0]} changes the last hidden states before the output layer reads them")
+        raise _Unsupported(
+            f"{called[0]} changes the last hidden states before the output layer reads them, but training needs the "
+            "hidden states that the output layer reads"
+        )
 
 
 def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
@@ -122,7 +126,10 @@ def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
     cache = model(input_ids=tokens_BT, use_cache=True, logits_to_keep=1).past_key_values
     if isinstance(cache, DynamicCache) and type(cache) is not DynamicCache:
         # MiniMax keeps recurrent states next to the layers. They are not reordered, and later tokens see the padding.
-        raise _Unsupported(f"{type(cache).__name__} has states outside of its layers, which cannot be reordered")
+        raise _Unsupported(
+            f"its cache, {type(cache).__name__}, contains states that do not belong to a layer, so the rows of a "
+            "batch cannot be reordered"
+        )
     rows_R = torch.tensor([0, 0, 1], device=tokens_BT.device)
     cache.reorder_cache(rows_R)
     positions_R1 = torch.full((len(rows_R), 1), tokens_BT.shape[1], device=tokens_BT.device)
@@ -137,8 +144,8 @@ def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
 
 @torch.no_grad()
 def _find_error(model: PreTrainedModel, call: Callable[[Tensor], None]) -> str:
-    """Return the message of the error that `call` raises on two rows of four tokens, or "" if it raises none. Errors
-    that only occur on the `meta` device are ignored."""
+    """Call `call` with two rows of four token IDs, and return the message of the error that it raises, or "" if it
+    raises none. Errors that only occur on the `meta` device are ignored."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the default needs bfloat16 on the meta device
     try:
@@ -148,5 +155,5 @@ def _find_error(model: PreTrainedModel, call: Callable[[Tensor], None]) -> str:
     except (RuntimeError, NotImplementedError, AssertionError):
         return ""
     except (AttributeError, TypeError, ValueError, LookupError) as error:
-        return f"its code fails ({' '.join(str(error).split())[:200]})"
+        return f"running it failed ({' '.join(str(error).split())[:200]})"
     return ""

@@ -22,7 +22,7 @@ def find_trunk(model: PreTrainedModel) -> PreTrainedModel:
     trunk = next((each for each in candidates if each is not model and isinstance(each, nn.Module)), None)
     if trunk is None:
         raise BadInput(
-            f"model {type(model).__name__} cannot be trained: transformers names no module below its head, which would "
-            "return the hidden states. Use another architecture."
+            f"model {type(model).__name__} cannot be trained, because it has no inner module of transformers that "
+            "returns the hidden states before the output layer. Use another architecture."
         )
     return cast(PreTrainedModel, trunk)

@@ -18,17 +18,17 @@ from infra.user_files import FETCH_LFS, is_lfs_pointer
 
 FLOATS: Final = ("F64", "F32", "BF16", "F16")
 """Floating-point dtypes in which weights may be stored, by their names in safetensors files."""
-SAME_CHECKPOINT: Final = "take config.json and all safetensors files from the same checkpoint"
+SAME_CHECKPOINT: Final = "Take config.json and all safetensors files from the same checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """File and dtype in which a weight is stored."""
+    """File and dtype in which one weight of a model is stored."""
 
     file: str
-    """Name of the file in the model directory."""
+    """Name of the file in the model directory that contains the weight."""
     dtype: str
-    """Name of the dtype in safetensors files, such as `BF16`."""
+    """Dtype of the weight by its name in safetensors files, such as `BF16`."""
     shape: tuple[int, ...]
 
 
@@ -40,7 +40,9 @@ def read_stored_weights(directory: Path, *, what: str) -> dict[str, StoredWeight
     try:
         names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"{where}: expected a JSON object with weight_map in {index.name}; {SAME_CHECKPOINT}") from None
+        raise BadInput(
+            f"{where}: {index.name} must contain a JSON object with the key weight_map. {SAME_CHECKPOINT}"
+        ) from None
     headers = (read_header(directory / name, where=where) for name in sorted(set(map(str, names))))
     return {name: weight for header in headers for name, weight in header.items()}
 
@@ -49,13 +51,13 @@ def read_header(path: Path, *, where: str) -> dict[str, StoredWeight]:
     """Read the header of a safetensors file. Return the file and dtype of each weight by name. Raises BadInput if the
     file does not exist or is damaged. The message begins with `where`."""
     if not path.is_file():
-        raise BadInput(f"{where}: no {path.name}")
+        raise BadInput(f"{where}: the file {path.name} does not exist. Copy or download all files of the model")
     try:
         with safe_open(path, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- it is no mapping
             return {n: StoredWeight(path.name, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        damage = f"is damaged or not complete ({error}): copy or download the file again"
+        damage = f"is damaged or incomplete ({error}). Copy or download the file again"
         raise BadInput(f"{where}: {path.name} {FETCH_LFS if is_lfs_pointer(path) else damage}") from error
 
 
@@ -68,10 +70,10 @@ def check_loaded_weights(
     """
     if sizes := sorted(loading["mismatched_keys"]):
         name, found, expected = sizes[0]
-        more = f", as {len(sizes) - 1} more weights do not" if len(sizes) > 1 else ""
+        more = f". {len(sizes) - 1} more weights have a wrong size" if len(sizes) > 1 else ""
         raise BadInput(
-            f"{where}: the size of {name} in {_file_of(name, stored)} is {_size(found)}, which does not fit "
-            f"config.json: {_size(expected)}{more}; {SAME_CHECKPOINT}"
+            f"{where}: the weight {name} in {_file_of(name, stored)} has the size {_size(found)}, but config.json "
+            f"requires {_size(expected)}{more}. {SAME_CHECKPOINT}"
         )
     if missing := sorted(loading["missing_keys"]):
         files = ", ".join(sorted({each.file for each in stored.values()}))
@@ -79,15 +81,16 @@ def check_loaded_weights(
         size = dict(model.state_dict())[missing[0]].shape if missing[0] in model.state_dict() else None
         wanted = f" of size {_size(size)}" if size is not None else ""
         raise BadInput(
-            f"{where}: {files} lacks {missing[0]}{wanted}{more}, which config.json describes; {SAME_CHECKPOINT}"
+            f"{where}: {files} does not contain the weight {missing[0]}{wanted}{more}, which config.json requires. "
+            f"{SAME_CHECKPOINT}"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in sorted(stored.items()):
         is_weight = name in parameters or name.endswith("weight")  # others are buffers, such as masks
         if is_weight and weight.dtype not in FLOATS and not _is_quantized(Path(model.name_or_path)):
             raise BadInput(
-                f"{where}: {weight.file} stores {name} as {weight.dtype}, expected one of {', '.join(FLOATS)}; take "
-                "the checkpoint that is not quantized"
+                f"{where}: {weight.file} stores {name} as {weight.dtype}, but weights must have one of the types "
+                f"{', '.join(FLOATS)}. Use the checkpoint that is not quantized"
             )
 
 

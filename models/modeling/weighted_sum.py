@@ -84,7 +84,11 @@ class Outline:
             if actual.shape != required.shape:
                 yield f"tensor {name}: shape", actual.shape, required.shape
             if actual.dtype != required.dtype and not casts:
-                yield f"tensor {name}: dtype", f"{actual.dtype}; set the dtype of the sum (dtype)", required.dtype
+                yield (
+                    f"tensor {name}: dtype",
+                    f"{actual.dtype} (set the dtype of the sum to convert it)",
+                    required.dtype,
+                )
 
 
 def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
@@ -98,15 +102,16 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
     for other in others:
         for place, actual, required in Outline.read(other.path).find_differences(expected, casts=casts):
             raise BadInput(
-                f"merge: {other.name} differs from {first.name} in {place}: expected {required}, found {actual}"
+                f"merge: only policies with the same architecture and tokenizer can be merged, but {other.name} "
+                f"differs from {first.name} in {place}: expected {required}, found {actual}"
             )
     with_start = [parent for parent in parents if parent.start]
     for other in with_start[1:]:
         if other.start != with_start[0].start and not unrelated:
             raise BadInput(
-                f"merge: {with_start[0].name} was trained from {with_start[0].start[:16]}, but {other.name} "
-                f"from {other.start[:16]}. The sum of policies with different origins is hardly meaningful. To merge "
-                "them anyway, use --unrelated (`allow_unrelated = true`)"
+                f"merge: {with_start[0].name} was trained from the policy with digest {with_start[0].start[:16]}, but "
+                f"{other.name} from {other.start[:16]}. The sum of policies with different initial policies is hardly "
+                "meaningful. To merge them anyway, use --unrelated (`allow_unrelated = true`)"
             )
 
 
@@ -138,7 +143,10 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
     if all(_is_same(first, other) for other in others):
         return first.to(dtype)
     if not first.is_floating_point():
-        raise ValueError(f"numbers of {first.dtype} differ, but must be the same in every parent")
+        raise ValueError(
+            f"a tensor of type {first.dtype} cannot be averaged, so its values must be the same in every parent, but "
+            "they differ"
+        )
     total = torch.zeros(first.shape, dtype=torch.float32)
     for tensor, weight in zip(tensors, weights, strict=True):
         total += tensor.float() * weight
@@ -217,8 +225,8 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
     changed = [f"{layer}.weight" for layer in adapter.deltas] + [*adapter.replaced]
     if missing := [name for name in changed if name not in outline.files]:
         raise BadInput(
-            f"merge: adapter {directory} changes {missing[0]}, which the files of its base {outline.directory} do not "
-            "contain. Export it as one model first (`rheostat export-policy`)"
+            f"merge: adapter {directory} changes the weight {missing[0]}, which the files of its base model "
+            f"{outline.directory} do not contain. Write the adapter as one model first (`rheostat export-policy`)"
         )
     return lambda name: add_adapter(read(name), name, adapter=adapter, model=model)
 
@@ -231,11 +239,17 @@ def _write_ranks(work: MergeWork) -> None:
     policy is not an adapter of the same base model."""
     for parent in work.parents:
         if not is_adapter(parent.path):
-            raise BadInput(f"merge: adapters = 'ranks' merges only adapters, but {parent.name} is a full model")
+            raise BadInput(
+                f"merge: adapters = 'ranks' joins the ranks of adapters, but {parent.name} is a full model. Use "
+                "adapters = 'full'"
+            )
     bases = [find_base(parent.path) for parent in work.parents]
     for parent, base in zip(work.parents, bases, strict=True):
         if base != bases[0] and policy_digest(base) != policy_digest(bases[0]):
-            raise BadInput(f"merge: adapters = 'ranks' needs one base, but {parent.name} has {base}, not {bases[0]}")
+            raise BadInput(
+                "merge: adapters = 'ranks' needs adapters of the same base model, but the base model of "
+                f"{parent.name} is {base}, not {bases[0]}. Use adapters = 'full'"
+            )
     adapters, weights = [read_adapter(parent.path) for parent in work.parents], [each.weight for each in work.parents]
     layers = sorted({name for adapter in adapters for name in adapter.deltas})
     tensors = dict[str, Tensor]()
@@ -244,7 +258,10 @@ def _write_ranks(work: MergeWork) -> None:
         tensors |= {f"base_model.model.{name}.lora_A.weight": a_RI, f"base_model.model.{name}.lora_B.weight": b_OR}
     for name in adapters[0].replaced:
         if any(name not in adapter.replaced for adapter in adapters):
-            raise BadInput(f"merge: adapters = 'ranks': every parent must replace {name}, but at least one does not")
+            raise BadInput(
+                f"merge: with adapters = 'ranks', either all adapters or none must replace the weight {name}, but at "
+                "least one does not replace it. Use adapters = 'full'"
+            )
         tensors[f"base_model.model.{name}"] = weighted_sum(
             [adapter.replaced[name] for adapter in adapters], weights, dtype=torch.float32
         )
@@ -283,11 +300,14 @@ def _iter_files(directory: Path) -> Iterator[tuple[str, tuple[Path, TensorOutlin
                     dtype = DTYPES.get(tensor.get_dtype())
                     if dtype is None:
                         raise BadInput(
-                            f"merge: {path}: tensor {name}: expected real numbers, found {tensor.get_dtype()}"
+                            f"merge: {path}: tensor {name} has the type {tensor.get_dtype()}, but only floating-point "
+                            "and integer tensors can be merged. Use an unquantized model"
                         )
                     yield name, (path, TensorOutline(dtype, tuple(tensor.get_shape())))
         except SafetensorError as error:
-            raise BadInput(f"merge: {path} does not load: {error}") from error
+            raise BadInput(
+                f"merge: the weight file {path} cannot be loaded: {error}. Copy or download the file again"
+            ) from error
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -21,34 +21,39 @@ from models.config.objectives import (
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log-ratio), with log-ratios clamped at ±20.
+    """Return exp(log-ratio), with log-ratios clamped at ±20, so that the ratio is always finite. The gradient beyond
+    the clamp is 0.
 
-    The ratio is always finite, and has no gradient beyond the clamp. An infinite ratio times a weight or advantage of 0
-    would be NaN, and one NaN would make all weights NaN.
+    Without the clamp, an infinite ratio times a weight or advantage of 0 would be NaN, and a single NaN in the loss
+    would make all model weights NaN.
     """
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Return ratio − 1 − log-ratio (Schulman, "Approximating KL divergence"), for log-ratios clamped at ±20."""
+    """Return the k3 estimate of the KL divergence, ratio − 1 − log-ratio (Schulman, "Approximating KL divergence"), for
+    log-ratios clamped at ±20."""
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(bounded) - bounded
 
 
 class Mismatch(NamedTuple):
-    """Differences between the trainer's and the engine's log-probs of each token."""
+    """Differences between the log-probs that the trainer and the inference engine compute for the same tokens."""
 
     difference_N: Tensor
-    """Absolute difference |log π_train − log π_behavior|."""
+    """Absolute difference |log π_train − log π_behavior| of each token."""
     weight_N: Tensor
-    """Ratio π_train / π_behavior, limited only by the clamp of log-ratios."""
+    """Probability ratio π_train / π_behavior of each token. The only limit is the clamp of log-ratios at ±20."""
     kl_N: Tensor
     """Estimate (k3) of the KL divergence KL(behavior ‖ train) at each token."""
 
 
 def mismatch(train_N: Tensor, behavior_N: Tensor) -> Mismatch:
-    """Compare the log-probs that trainer and engine compute for the same tokens with the same weights. They differ only
-    by rounding."""
+    """Compare the log-probs that the trainer and the inference engine compute for the same tokens with the same
+    weights.
+
+    With equal weights, only rounding and different kernels cause a difference.
+    """
     log_ratio_N = train_N - behavior_N
     return Mismatch(
         difference_N=log_ratio_N.abs(),
@@ -58,39 +63,43 @@ def mismatch(train_N: Tensor, behavior_N: Tensor) -> Mismatch:
 
 
 class Corrected(NamedTuple):
-    """Result of an importance correction for each token."""
+    """Result of an importance correction, which compensates for differences between the policy that generated the
+    tokens and the policy in the trainer."""
 
     old_N: Tensor
-    """Log-probs used as π_old in the loss: for corrected tokens the trainer's log-probs before the update, for other
-    tokens the behavior log-probs."""
+    """Log-probs used as log π_old in the loss. For corrected tokens these are the trainer's log-probs before the
+    update, for other tokens the log-probs reported by the engine (behavior log-probs)."""
     weight_N: Tensor
-    """Factor of each token's policy loss, without gradient."""
+    """Importance weight, by which the policy loss of each token is multiplied. Has no gradient."""
     truncated_N: Tensor
-    """Whether the weight of each token was reduced to the cap."""
+    """Whether the importance weight of each token was reduced to the configured cap."""
     masked_N: Tensor
-    """Whether the weight of each token is 0 because its ratio is outside the allowed band."""
+    """Whether the importance weight of each token was set to 0, because its ratio is outside the configured bounds."""
 
 
 class CorrectionFunction(Protocol):
-    """Function that computes the importance correction of one kind. It treats each token independently. `correct` calls
-    it."""
+    """Function that implements one kind of importance correction. The function treats each token independently.
+    `correct` calls it with the configured settings."""
 
     def __call__(self, old_N: Tensor, behavior_N: Tensor, correction: Any, /) -> Corrected:  # noqa: ANN401 -- its own
-        """Return the correction. `old_N` are the trainer's log-probs before the update, `behavior_N` the engine's
-        log-probs."""
+        """Return the correction of each token. `old_N` are the trainer's log-probs before the update, `behavior_N` are
+        the engine's log-probs, and `correction` contains the settings."""
         ...
 
 
 def needs_old(config: UpdateConfig) -> bool:
-    """Return whether a configured correction needs log-probs that the trainer computes before the update."""
+    """Return whether an importance correction is configured that needs the trainer's log-probs from before the
+    update."""
     stale = config.stale_correction
     return config.correction.compares_with_trainer or (stale is not None and stale.compares_with_trainer)
 
 
 def correct(old_N: Tensor, behavior_N: Tensor, *, staleness_N: Tensor, config: UpdateConfig) -> Corrected:
-    """Apply the configured correction to all tokens, or a separate one to stale tokens if it is configured.
+    """Apply the configured importance correction to all tokens. If a separate correction for stale tokens is
+    configured, it is applied to these tokens instead.
 
-    Stale tokens were generated by an earlier policy version. Their behavior log-probs are those of that version.
+    Stale tokens (`staleness_N` above 0) were generated by an earlier policy version. Their behavior log-probs are those
+    of that version.
     """
     fresh = _correct(old_N, behavior_N, correction=config.correction)
     if config.stale_correction is None:
@@ -105,21 +114,22 @@ def _correct(old_N: Tensor, behavior_N: Tensor, *, correction: Correction) -> Co
 
 
 def uncorrected(old_N: Tensor, behavior_N: Tensor, correction: NoCorrection) -> Corrected:
-    """Return the behavior log-probs as old log-probs, and weights of 1."""
+    """Return a correction without effect: the behavior log-probs as old log-probs, and importance weights of 1."""
     never_N = torch.zeros_like(behavior_N, dtype=torch.bool)
     return Corrected(behavior_N, torch.ones_like(behavior_N), never_N, never_N)
 
 
 def truncated(old_N: Tensor, behavior_N: Tensor, correction: TruncatedImportance) -> Corrected:
-    """Weight each token by the ratio of the trainer's to the engine's probability, limited by a cap."""
+    """Weight each token by the ratio of its probability in the trainer to its probability in the engine, limited to
+    `correction.cap`."""
     ratio_N = exp_ratio(old_N - behavior_N).detach()
     never_N = torch.zeros_like(ratio_N, dtype=torch.bool)
     return Corrected(old_N, ratio_N.clamp(max=correction.cap), ratio_N > correction.cap, never_N)
 
 
 def masked(old_N: Tensor, behavior_N: Tensor, correction: MaskedImportance) -> Corrected:
-    """Weight each token by the ratio of the trainer's to the engine's probability, or by 0 if the ratio is outside the
-    allowed band."""
+    """Weight each token by the ratio of its probability in the trainer to its probability in the engine. The weight is
+    0 if the ratio is below `correction.low` or above `correction.high`."""
     ratio_N = exp_ratio(old_N - behavior_N).detach()
     masked_N = (ratio_N < correction.low) | (ratio_N > correction.high)
     return Corrected(old_N, ratio_N.masked_fill(masked_N, 0.0), torch.zeros_like(masked_N), masked_N)

@@ -9,36 +9,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Data about the completion tokens of a micro-batch that is known before the forward pass.
-
-    Shapes: N completion tokens of the micro-batch, B sequences.
-    """
+    """Data about the completion tokens of a micro-batch that are known before the forward pass. Shapes: N completion
+    tokens of the micro-batch, B sequences."""
 
     behavior_N: Tensor
     """Log-probs under the policy that generated the tokens, as its engine reported them."""
     advantages_N: Tensor
     """Advantage of each token."""
     staleness_N: Tensor
-    """Age of each token: number of versions between the policy that generated it and the policy in training."""
+    """Age of each token in policy versions: the version in training minus the version that generated the token."""
     weights_N: Tensor
-    """Weight of each token in the loss of the whole minibatch. 0 for tokens that are too stale."""
+    """Weight of each token in the loss of the whole minibatch. The weight is 0 for tokens that are too stale."""
     rows_N: Tensor
-    """Index of each token's sequence in the micro-batch, ascending. Sequences are never split over micro-batches."""
+    """Index of each token's sequence within the micro-batch, ascending. A sequence is never split over
+    micro-batches."""
     lengths_B: Tensor
     """Number of completion tokens of each sequence."""
     old_N: Tensor | None
-    """Log-probs before the first optimizer step of the iteration. None in the first step, because its forward pass
-    computes them."""
+    """Trainer's log-probs from before the first optimizer step of the iteration. None in the first step, because its
+    own forward pass computes them."""
     reference_N: Tensor | None
-    """Log-probs under the reference policy, or None without a KL penalty."""
+    """Log-probs under the reference policy, or None if there is no KL penalty in the loss."""
     kl_N: Tensor | None = None
-    """Divergence from the reference if it can be computed exactly, as for denoising steps. Else None."""
+    """KL divergence from the reference if it can be computed exactly, as for the denoising steps of diffusion policies.
+    Otherwise None, and the divergence is estimated from log-probs."""
 
     def at(self, places_C: Tensor) -> Self:
-        """Return the inputs of the tokens with the indices `places_C`, for losses that treat each token independently.
-
-        `lengths_B` still describes all tokens.
-        """
+        """Return the inputs of the tokens with the indices `places_C` only, for losses that treat each token
+        independently. `lengths_B` is unchanged and still counts all tokens."""
         names = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
         present = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
@@ -50,19 +48,21 @@ class LossOutputs(NamedTuple):
     loss_N: Tensor
     """Loss of each token."""
     ratio_N: Tensor
-    """Ratio π / π_old of each token, or of its sequence if the loss compares whole sequences. Has no gradient."""
+    """Probability ratio π / π_old of each token. If the loss compares whole sequences, the ratio of the token's
+    sequence. Has no gradient."""
     clipped_low_N: Tensor
-    """Whether the lower bound takes effect for each token: its ratio is below the bound, so its gradient is 0 or its
-    weight is the bound."""
+    """Whether the ratio of each token is below the lower bound and the bound takes effect: the gradient is 0, or the
+    token is weighted with the bound."""
     clipped_high_N: Tensor
-    """Whether the upper bound takes effect for each token: its ratio is above the bound, so its gradient is 0 or its
-    weight is the bound."""
+    """Whether the ratio of each token is above the upper bound and the bound takes effect: the gradient is 0, or the
+    token is weighted with the bound."""
     dual_clipped_N: Tensor | None = None
-    """Whether the gradient of each token is 0 because of the dual clip. None if the loss has no dual clip."""
+    """Whether the dual clip (a limit of the loss for negative advantages) sets the gradient of each token to 0. None if
+    the loss has no dual clip."""
 
 
 class LossFunction(Protocol):
-    """Pure function that computes the policy loss of one kind for each token. Its gradient flows only through
+    """Pure function that computes one kind of policy loss for each token. The loss has a gradient only with respect to
     `logprobs_N`."""
 
     def __call__(
@@ -74,42 +74,40 @@ class LossFunction(Protocol):
         tokens: LossInputs,
         config: Any,  # noqa: ANN401 -- the loss's own class
     ) -> LossOutputs:
-        """Return the loss of each token. `logprobs_N` are the policy's log-probs, `old_N` those in the denominator of
-        the ratio."""
+        """Return the loss of each token. `logprobs_N` are the log-probs of the policy in training, `old_N` are the
+        log-probs in the denominator of the ratio, and `config` contains the settings of the loss."""
         ...
 
 
 class MetricSums:
-    """Running sums and maxima of training metrics, kept on the device.
-
-    Nothing is copied to the host until the end, so no forward pass waits for a metric.
-    """
+    """Running sums and maxima of training metrics, kept on the device. Values are copied to the host only at the end of
+    the update, so that no forward pass waits for a copy."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, values: dict[str, Tensor]) -> None:
-        """Add the elements of each tensor to the running sum with the same name. Tensors may be empty."""
+        """Add the sum of each tensor's elements to the running sum of the same name. Tensors may be empty."""
         for name, value in values.items():
             total = value.detach().sum(dtype=torch.float64)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def raise_to(self, values: dict[str, Tensor]) -> None:
-        """Update the running maximum with the same name by the largest element of each tensor. Maxima start at 0."""
+        """Raise the running maximum of the same name to the largest element of each tensor, if that is higher. Maxima
+        start at 0."""
         for name, value in values.items():
             maximum = torch.nn.functional.pad(value.detach().double(), (1, 0)).amax()
             self._maxima[name] = torch.maximum(self._maxima[name], maximum) if name in self._maxima else maximum
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return the sums and the maxima as two vectors, so that two reductions over ranks are enough.
-
-        Every rank must have added the same names in the same order.
-        """
+        """Return the running sums and the running maxima as two vectors, so that one reduction over ranks is enough for
+        each. Every rank must have added the same names in the same order."""
         return torch.stack(list(self._sums.values())), torch.stack(list(self._maxima.values()))
 
     def unpacked(self, sums: Tensor, maxima: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the sums and maxima by name, given the two vectors after the reduction."""
+        """Return the sums and the maxima as dicts by metric name, given the vectors of `packed` after the reduction
+        over ranks."""
         return (
             dict(zip(self._sums, sums.tolist(), strict=True)),
             dict(zip(self._maxima, maxima.tolist(), strict=True)),

@@ -34,10 +34,10 @@ from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs,
 
 
 def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:
-    """Return the larger of the plain and the clipped loss (PPO, arXiv 1707.06347, eq. 7, with the separate bounds of
-    DAPO).
+    """Return the larger of the unclipped and the clipped loss of each token (PPO, arXiv 1707.06347, eq. 7, with
+    separate lower and upper bounds as in DAPO).
 
-    The dual clip limits this loss for tokens with a negative advantage (arXiv 1912.09729, eq. 5).
+    If configured, the dual clip limits the loss of tokens with a negative advantage (arXiv 1912.09729, eq. 5).
     """
     ratio_N, advantages_N = exp_ratio(logprobs_N - old_N), tokens.advantages_N
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -57,11 +57,12 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: P
 
 
 def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
-    """Return the clipped loss with one ratio per sequence, computed per token (GSPO, arXiv 2507.18071, eq. 13 and 14).
+    """Return a clipped loss for each token, with the probability ratio of the token's whole sequence (GSPO, arXiv
+    2507.18071, eq. 13 and 14).
 
-    The ratio of each token has the value of the sequence's ratio, and the gradient of the token's own log-prob times
-    that ratio. If all tokens of a sequence have the same advantage, the mean of their losses has the same value and
-    gradient as the loss of the sequence (eq. 5).
+    The ratio has the value of the sequence's ratio, but only the token's own log-prob has a gradient. If all tokens of
+    a sequence have the same advantage, the mean of their losses has the same value and gradient as the loss of the
+    sequence (eq. 5).
     """
     sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
     ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
@@ -76,10 +77,11 @@ def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo)
 
 
 def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return for each token the ratio of its sequence, exp(mean log-ratio of the tokens) (N; eq. 7).
+    """Return for each token the ratio of its sequence, exp(mean log-ratio of the sequence's tokens) (N; eq. 7).
 
-    The sums are computed by segment reduction, which adds in a fixed order. `index_add` on an accelerator adds in a
-    varying order, so results would not be reproducible.
+    `rows_N` is the sequence of each token, and `lengths_B` the number of tokens of each sequence. The sums are computed
+    by segment reduction, which adds in a fixed order. `index_add` on an accelerator adds in a varying order, so results
+    would not be reproducible.
     """
     sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
     return exp_ratio(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
@@ -88,7 +90,8 @@ def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths
 def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
     """Return minus log-prob times advantage, weighted by the clipped ratio (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
-    The weight has no gradient. Tokens outside the bounds are still trained on, with a weight equal to the bound.
+    The weight has no gradient. Tokens whose ratio is outside the bounds are still trained on, with the bound as their
+    weight.
     """
     ratio_N = exp_ratio(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -112,14 +115,15 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, co
 
 
 def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
-    """Return the loss of each token under the configured loss. `old_N` are the log-probs in the denominator of the
-    ratio."""
+    """Return the loss of each token, computed by the configured kind of policy loss. `old_N` are the log-probs in the
+    denominator of the ratio."""
     loss = cast(LossFunction, implementation_of(config))
     return loss(logprobs_N, old_N, tokens=tokens, config=config)
 
 
 ROUNDING = 1e-12
-"""Relative rounding error of a mean of squares that is computed from float64 sums of a few million numbers."""
+"""Assumed relative rounding error of a mean of squares, if the mean is computed from float64 sums over a few million
+numbers."""
 
 
 class ValueTerms(NamedTuple):
@@ -128,11 +132,12 @@ class ValueTerms(NamedTuple):
     loss_N: Tensor
     """Loss of each token."""
     clipped_N: Tensor
-    """Whether each value is so far from its old value that clipping makes its gradient 0."""
+    """Whether the gradient of each value is 0, because the value moved further than `clip` from its old value."""
 
 
 def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueTerms:
-    """Return half the larger of two squared errors: of the values, and of the values clipped to `old_N` ± `clip`.
+    """Return half the larger of two squared errors per token: the error of the value, and the error of the value
+    clipped to `old_N` ± `clip`. The error is the difference from the return.
 
     This is the loss of OpenAI's baselines (ppo2). The PPO paper (arXiv 1707.06347, eq. 9) does not clip values.
     """
@@ -142,7 +147,7 @@ def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: floa
 
 
 def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
-    """Return tensors with one element per token, whose sums over micro-batches and ranks are the input of
+    """Return tensors with one element per token. Their sums over micro-batches and ranks are the input of
     `explained_variance`."""
     returns, errors = returns_N.detach().double(), (returns_N - values_N).detach().double()
     return {
@@ -155,10 +160,10 @@ def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """Return 1 − Var(return − value) / Var(return), or 0 if all returns are equal. `sums` are summed tensors of
-    `fit_sums`.
+    """Return 1 − Var(return − value) / Var(return), or 0 if all returns are equal.
 
-    1 is a perfect prediction, 0 is no better than a constant.
+    `sums` contains the sums of the tensors of `fit_sums` by name. The result is 1 for a perfect prediction, and 0 if
+    the prediction is no better than a constant.
     """
     count = sums["fit_tokens"]
     variance = _variance(count, sums["fit_returns"], sums["fit_returns_squared"])
@@ -167,8 +172,8 @@ def explained_variance(sums: Mapping[str, float]) -> float:
 
 
 def _variance(count: float, total: float, squares: float) -> float:
-    """Return the variance from a count, a sum and a sum of squares, or 0 if it is smaller than the rounding error of
-    these sums."""
+    """Return the variance of `count` numbers, given their sum (`total`) and the sum of their squares. Returns 0 if the
+    variance is smaller than the rounding error of these sums."""
     variance = squares / count - (total / count) ** 2 if count else 0.0
     return variance if count and variance > ROUNDING * squares / count else 0.0
 
@@ -176,9 +181,9 @@ def _variance(count: float, total: float, squares: float) -> float:
 def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """Return an estimate of the KL divergence from the reference at each token (N).
 
-    k1 is unbiased and may be negative, k2 is biased and has a low variance, k3 is unbiased and never negative. Used as
-    a loss on samples of the policy itself, k2 has the gradient of the true divergence, while the gradient of k1 is 0 on
-    average.
+    Kind k1 is unbiased and may be negative. Kind k2 is biased and has a low variance. Kind k3 is unbiased and never
+    negative. In a loss on samples of the policy itself, k2 has the gradient of the true divergence, whereas the
+    gradient of k1 is 0 on average.
     """
     log_ratio_N = logprobs_N - reference_N
     match kind:
@@ -191,14 +196,14 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", 
 
 
 class DpoTerms(NamedTuple):
-    """Outputs of the DPO loss for each pair."""
+    """Outputs of the DPO loss for each preference pair."""
 
     loss_P: Tensor
     """Loss of each pair."""
     margins_P: Tensor
-    """Difference between the policy's implicit rewards of the chosen and of the rejected completion."""
+    """Implicit reward of the chosen completion minus implicit reward of the rejected completion."""
     right_P: Tensor
-    """Whether the chosen completion has the higher implicit reward."""
+    """Whether the chosen completion has a higher implicit reward than the rejected one."""
 
 
 def dpo(
@@ -210,10 +215,11 @@ def dpo(
     beta: float,
     label_smoothing: float,
 ) -> DpoTerms:
-    """Return the DPO loss of each pair, given the log-probs of whole completions (arXiv 2305.18290, eq. 7).
+    """Return the DPO loss of each preference pair (arXiv 2305.18290, eq. 7). The arguments are log-probs of whole
+    completions, under the policy and under the reference.
 
     `label_smoothing` is the assumed share of pairs with swapped labels (conservative DPO, Mitchell, 2023). The implicit
-    reward is beta · log(π / π_ref) (eq. 5, without the part that only depends on the prompt).
+    reward of a completion is beta · log(π / π_ref) (eq. 5, without the part that only depends on the prompt).
     """
     margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
     loss_P = -(1 - label_smoothing) * functional.logsigmoid(margins_P) - label_smoothing * functional.logsigmoid(
@@ -223,19 +229,19 @@ def dpo(
 
 
 class PairTerms(NamedTuple):
-    """Outputs of a reward model's loss for each pair."""
+    """Outputs of a reward model's loss for each preference pair."""
 
     loss_P: Tensor
     """Loss of each pair."""
     margins_P: Tensor
     """Reward of the chosen completion minus reward of the rejected one."""
     right_P: Tensor
-    """Whether the chosen completion has the higher reward."""
+    """Whether the chosen completion has a higher reward than the rejected one."""
 
 
 def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> PairTerms:
-    """Return −log σ(r_chosen − r_rejected) (Bradley and Terry, 1952) + centering · (r_chosen + r_rejected)² for each
-    pair.
+    """Return the loss of a reward model for each preference pair: −log σ(r_chosen − r_rejected) (Bradley and Terry,
+    1952) + centering · (r_chosen + r_rejected)².
 
     The first term does not change if a constant is added to all rewards. The second term keeps rewards around zero
     (arXiv 2312.09244, section 3).
@@ -246,11 +252,11 @@ def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> 
 
 
 def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:
-    """Return, for each completion of a minibatch, the weight of each of its tokens in the loss. `lengths` are the
-    numbers of tokens of all completions of the minibatch.
+    """Return the weight in the loss that every token of a completion has, for each completion of a minibatch. `lengths`
+    contains the number of tokens of each completion.
 
-    An episode is one completion, even if its turns are stored as several samples. Completions without tokens are not
-    counted.
+    An episode is one completion, even if its turns are stored as several samples. Completions without tokens do not
+    increase the number of completions by which a mean is divided.
     """
     num_sequences = sum(length > 0 for length in lengths)
     match aggregation:
@@ -265,10 +271,11 @@ def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[floa
 def update_loss(
     logprobs_N: Tensor, tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float, tally: MetricSums
 ) -> Tensor:
-    """Return one micro-batch's part of the loss of its minibatch, including importance correction and KL penalty.
+    """Return the contribution of one micro-batch to the loss of its minibatch, including importance correction and KL
+    penalty.
 
-    Metrics are added to `tally`. They cover the tokens with a weight in the loss, except `not_finite`, which covers all
-    tokens.
+    Metrics are added to `tally`. They cover only tokens with a weight in the loss, except `not_finite`, which covers
+    all tokens.
     """
     trained_N = tokens.weights_N != 0
     old_N = logprobs_N.detach() if tokens.old_N is None else tokens.old_N
@@ -281,28 +288,31 @@ def update_loss(
             assert tokens.reference_N is not None, "a KL penalty needs the log-probs of the reference model"
             kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
-        tally.add(_among(trained_N, {"kl": kl_N}))
+        tally.add(_zero_untrained(trained_N, {"kl": kl_N}))
     shares_N = loss_N * tokens.weights_N
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
     for read_N in (logprobs_N, old_N, tokens.behavior_N, tokens.reference_N):  # a clamped ratio would hide infinities
         if read_N is not None:
             finite_N = finite_N & torch.isfinite(read_N)
     tally.add({"loss": shares_N, "trained_tokens": trained_N, "not_finite": ~finite_N})
-    tally.add(_among(trained_N, {"entropy": -logprobs_N}))
+    tally.add(_zero_untrained(trained_N, {"entropy": -logprobs_N}))
     _tally_terms(terms, logprobs_N.detach() - corrected.old_N, trained_N, tally)
     _tally_correction(corrected, trained_N, tally)
     return shares_N.sum()
 
 
-def _among(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values, set to 0 at tokens without weight in the loss."""
+def _zero_untrained(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the metric values in which tokens without weight in the loss have 0. `trained_N` is the mask of
+    tokens with a weight."""
     return {name: torch.where(trained_N, value.detach(), torch.zeros_like(value)) for name, value in values.items()}
 
 
 def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
-    """Add metrics of the difference between the engine's and the trainer's log-probs before the first optimizer step.
+    """Add metrics of the difference between the engine's and the trainer's log-probs, measured before the first
+    optimizer step.
 
-    Tokens of earlier policy versions are excluded, because their difference would also include changes of the weights.
+    `train_N` are the trainer's log-probs. Tokens of earlier policy versions are excluded, because their difference
+    would also include changes of the weights.
     """
     tallies, fresh_N = mismatch(train_N, tokens.behavior_N), tokens.staleness_N == 0
     difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in tallies)
@@ -326,8 +336,8 @@ def _tally_terms(terms: LossOutputs, log_ratio_N: Tensor, trained_N: Tensor, tal
     }
     if terms.dual_clipped_N is not None:
         values["dual_clip_fraction"] = terms.dual_clipped_N
-    tally.add(_among(trained_N, values))
-    tally.raise_to(_among(trained_N, {"ratio_max": terms.ratio_N}))
+    tally.add(_zero_untrained(trained_N, values))
+    tally.raise_to(_zero_untrained(trained_N, {"ratio_max": terms.ratio_N}))
 
 
 def _tally_correction(corrected: Corrected, trained_N: Tensor, tally: MetricSums) -> None:
@@ -336,4 +346,4 @@ def _tally_correction(corrected: Corrected, trained_N: Tensor, tally: MetricSums
         "importance_truncated": corrected.truncated_N,
         "importance_masked": corrected.masked_N,
     }
-    tally.add(_among(trained_N, values))
+    tally.add(_zero_untrained(trained_N, values))

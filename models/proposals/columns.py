@@ -91,7 +91,10 @@ def _report_unreadable(path: Path) -> None:
     for _ in read_rows(path, [], input_errors, version=2):
         break
     input_errors.check()
-    raise BadInput(f"{format_path(path)}: the file is empty. Expected at least one row.")
+    raise BadInput(
+        f"{format_path(path)}: the file is empty, but it must contain at least one row. Check that the file was "
+        "written completely."
+    )
 
 
 def _refuse_other_shapes(where: str, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
@@ -149,7 +152,9 @@ def _is_message(value: object) -> bool:
 
 def _require_column(where: str, name: str, contents: Mapping[str, Content], option: str) -> str:
     if name not in contents:
-        raise BadInput(f"{where}: {option} {name!r} is no column of the file. The columns are: {', '.join(contents)}.")
+        raise BadInput(
+            f"{where}: {option} is {name!r}, but the file has no such column. The columns are: {', '.join(contents)}."
+        )
     return name
 
 

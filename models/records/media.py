@@ -90,13 +90,14 @@ class Gallery:
         source = self._require_source(digest)
         if not isinstance(source, DrawnPictures):
             raise Damaged(
-                f"image {digest} has no denoising states, because it is not in a media shard of generated pictures"
+                f"image {digest} has no stored denoising states, because it is not in a media shard of generated "
+                "pictures. Only pictures that the policy generated can be trained on"
             )
         return source.states(digest, steps=steps)
 
     def _require_source(self, digest: str) -> ImageSource:
         if self.source is None:
-            raise Damaged(f"image {digest} cannot be read, because the work unit lists no media shards")
+            raise Damaged(f"image {digest} cannot be read, because the work unit that needs it lists no media shards")
         return self.source
 
 
@@ -131,7 +132,10 @@ class Media:
         table, row = self._locate(digest)
         encoded = table[STATES][row].as_buffer() if STATES in table.column_names else None
         if not encoded:
-            raise Damaged(f"image {digest} has no denoising states, because no policy generated it")
+            raise Damaged(
+                f"image {digest} has no stored denoising states, because it is an image of a prompt, not a picture "
+                "that a policy generated"
+            )
         return read_states(memoryview(encoded), steps=steps)
 
     def shown(self, digest: str) -> ShownImage:
@@ -155,7 +159,10 @@ class Media:
             return self._places[digest]
         except KeyError:
             shards = ", ".join(shard.key for shard in self._shards) or "none"
-            raise Damaged(f"image {digest} is missing from the media shards of the work unit ({shards})") from None
+            raise Damaged(
+                f"image {digest} is missing from the media shards of the work unit ({shards}). Restore the shards "
+                "from a copy of the run"
+            ) from None
 
     @cached_property
     def _places(self) -> dict[str, tuple[pa.Table, int]]:

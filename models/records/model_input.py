@@ -279,7 +279,10 @@ def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int
     recorded = _read_expert_rows(table[EXPERTS])
     for row, each in zip(rows, inputs, strict=True):
         if len(recorded[row]) != len(each) - 1:
-            raise Damaged(f"row {row}: expected the experts of {len(each) - 1} tokens, found {len(recorded[row])}")
+            raise Damaged(
+                f"row {row}: the recorded experts must be those of {len(each) - 1} tokens, but there are "
+                f"{len(recorded[row])}. Restore the shard from a copy of the run"
+            )
     return [each.with_experts(recorded[row]) for row, each in zip(rows, inputs, strict=True)]
 
 
@@ -323,8 +326,8 @@ def _build_inputs(
     ends = np.cumsum([len(tokens) for tokens in completions])
     if len(is_trained_T) != (ends[-1] if len(ends) else 0):
         raise Damaged(
-            f"completions of {ends[-1]} tokens need a mark for each token that the policy wrote or not, but there are "
-            f"{len(is_trained_T)} marks"
+            f"completions with {ends[-1]} tokens in total need as many marks (whether the policy generated the "
+            f"token), but there are {len(is_trained_T)}. Restore the shard from a copy of the run"
         )
     if is_trained_T.all():
         return list(map(_build_input, prompts, completions, images))

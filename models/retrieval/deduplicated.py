@@ -20,7 +20,8 @@ WHERE: Final = "data.retriever"
 
 
 def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split. Near-duplicates of held-out problems are removed from the training split.
+    """Read the problems of a split ("train" or "heldout"). Training problems that nearly repeat a held-out problem are
+    removed.
 
     Raises BadInput if no training problem is left.
     """
@@ -31,24 +32,26 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
     remaining = [problem for problem in problems if problem.source not in dropped]
     if not remaining:
         raise BadInput(
-            f"data.similarity {data.similarity:g} removes all {len(problems)} training problems as near-duplicates of "
-            "held-out problems. Raise data.similarity."
+            f"data.similarity is {data.similarity:g}, at which all {len(problems)} training problems are "
+            "near-duplicates of held-out problems and would be removed. Raise data.similarity."
         )
     return remaining
 
 
 def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
-    """Return the settings of the wrapped data source, with the outer settings of images and dropped rows."""
+    """Return the settings of the data source whose problems are deduplicated, with the settings for images and dropped
+    rows copied from `data`."""
     return data.source.model_copy(
         update={"image_background": data.image_background, "image_version": data.image_version, "drop": data.drop}
     )
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
-    """Find the training problems to remove, because they nearly repeat a held-out problem.
+    """Find the training problems that must be removed, because their cosine similarity to a held-out problem is at
+    least `data.similarity`.
 
-    A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`. Returns
-    the reason by the origin of the training problem: the nearest held-out problem and the cosine.
+    Returns a dict from the origin of each such training problem to a text that names the most similar held-out problem
+    and the cosine.
     """
     train, heldout = (load_problems(_find_source(data), split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)
@@ -63,12 +66,12 @@ def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
 
 
 def report_source(data: DeduplicatedData, split: str) -> ReadingReport:
-    """Report how the files of the wrapped source are read."""
+    """Report how the files of the data source are read, before near-duplicates are removed."""
     return report_reading(_find_source(data), split)
 
 
 def find_referenced_images(data: DeduplicatedData) -> Iterator[Path]:
-    """Yield the paths of the image files to which rows of the source's files refer."""
+    """Yield the paths of the image files that rows in the data source's files refer to."""
     if data.source.referenced_files:
         yield from cast(Callable[[object], Iterator[Path]], find_target(data.source.referenced_files, where="data"))(
             data.source

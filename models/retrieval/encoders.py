@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 
 INSTALL: Final = "pip install 'sentence-transformers==6.2.0'"
 MODULES: Final = "modules.json"
-"""Name of the file that every sentence-transformers directory contains."""
+"""Name of the file that marks a sentence-transformers directory."""
 SAFELY: Final = {"use_safetensors": True}
 """Options for loading models that exclude pickle files, which could run code."""
 SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
@@ -38,10 +38,8 @@ def require_library(where: str) -> None:
 
 
 def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str], max_tokens: int, seed: int) -> None:
-    """Write a BERT with random weights, of the size in `start`, and a tokenizer trained on the texts to a directory.
-
-    The same arguments give the same bytes.
-    """
+    """Write a BERT encoder with random weights, and a tokenizer trained on the texts, to a directory. `start` contains
+    the size of the encoder. The same arguments give the same bytes."""
     import torch
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -73,10 +71,8 @@ def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str]
 
 
 def check_directory(path: Path, where: str) -> Path:
-    """Return the local path of an encoder's directory.
-
-    Raises BadInput, which names the setting `where`, if the directory is not an encoder or uses other libraries' code.
-    """
+    """Return the local path of an encoder's directory. Raises BadInput if the directory is not an encoder or needs code
+    from other libraries. The message names the setting `where`."""
     require_library(where)
     here = fetch_path(path)
     if not here.is_dir():
@@ -89,22 +85,26 @@ def check_directory(path: Path, where: str) -> Path:
         if not (here / "config.json").is_file():
             contents = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
             raise BadInput(
-                f"{where} {format_path(path)}: expected an encoder directory with {MODULES} or config.json, found "
-                f"{contents}"
+                f"{where} {format_path(path)}: the directory of an encoder must contain {MODULES} or config.json, "
+                f"found {contents}. Set the path to a sentence-transformers or transformers model"
             ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{where} {format_path(path)}: {MODULES} is not a valid list of modules: {error}") from error
+        raise BadInput(
+            f"{where} {format_path(path)}: {MODULES} is not a valid list of modules: {error}. Copy or download the "
+            "model again."
+        ) from error
     for kind in kinds:
         if not str(kind).startswith("sentence_transformers."):
             raise BadInput(
-                f"{where} {format_path(path)}: {MODULES} names the module {kind!r}. Only modules of "
-                "sentence_transformers are loaded."
+                f"{where} {format_path(path)}: {MODULES} contains the module {kind!r}, but only modules of "
+                "sentence_transformers are loaded. Use another model."
             )
     return here
 
 
 def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "SentenceTransformer":
-    """Load a sentence-transformers directory or a plain encoder, whose first token is then used as the embedding.
+    """Load an encoder from a sentence-transformers directory or a plain transformers directory. For a plain encoder,
+    the output at the first token is used as the embedding.
 
     Raises BadInput, which names the setting `where`, if loading fails.
     """
@@ -126,7 +126,8 @@ def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "S
 
 
 def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) -> "CrossEncoder":
-    """Load a cross-encoder, or a plain encoder with a new head of one output. Raises BadInput if loading fails."""
+    """Load a cross-encoder. A plain encoder gets a new head with one output, initialized with `seed`. Raises BadInput,
+    which names the setting `where`, if loading fails."""
     here = check_directory(path, where)
     import torch
     from sentence_transformers import CrossEncoder
@@ -153,11 +154,14 @@ def _loading(path: Path, where: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where} {format_path(path)}: the encoder cannot be loaded: {reason}") from error
+        raise BadInput(
+            f"{where} {format_path(path)}: the encoder cannot be loaded: {reason}. Use a complete copy of the model."
+        ) from error
 
 
 class Retriever:
-    """Dual encoder that embeds texts. The embedding of a text is the same up to rounding that depends on its batch."""
+    """Dual encoder that embeds texts for retrieval. The embedding of a text may differ in rounding, depending on the
+    other texts of its batch."""
 
     def __init__(self, path: Path, where: str) -> None:
         self._model = open_encoder(path, where)

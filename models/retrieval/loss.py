@@ -14,28 +14,30 @@ from torch.nn import functional
 from models.config.retriever import Terms
 
 FORBIDDEN = -1e9
-"""Score that is assigned to passages that are not candidates, so that their softmax probability is 0."""
+"""Score assigned to passages that are not candidates, low enough that their softmax probability is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Scores of the cross-encoder (teacher) for each query's listed candidates."""
+    """Scores of the cross-encoder (the teacher) for the listed candidates of each query: its correct passage and its
+    negatives."""
 
     listed_BK: Tensor
-    """Indices of the listed candidates among the passages."""
+    """Index of each listed candidate among the N passages of the batch."""
     scores_BK: Tensor
 
 
 def dense_scores(query_BD: Tensor, passage_ND: Tensor) -> Tensor:
-    """Return the dual encoder's scores s_DE(q, p) = ⟨q, p⟩, of shape (B, N)."""
+    """Return the dual encoder's scores s_DE(q, p) = ⟨q, p⟩ of all B queries with all N passages, of shape (B, N)."""
     return query_BD @ passage_ND.T
 
 
 def late_scores(query_BLD: Tensor, query_mask_BL: Tensor, passage_NMD: Tensor, passage_mask_NM: Tensor) -> Tensor:
-    """Return the late-interaction scores s_LI(q, p) = Σ_i max_j ⟨q_i, p_j⟩ / √D without padding, of shape (B, N).
+    """Return the late-interaction scores s_LI(q, p) = Σ_i max_j ⟨q_i, p_j⟩ / √D over token embeddings, without padding,
+    of shape (B, N).
 
-    The paper does not divide by √D. Without this, sums over tokens would dominate the single product of s_DE, and the
-    student would learn late.
+    The paper does not divide by √D. Without the division, these sums over tokens would be much larger than the single
+    product of s_DE, and the student would begin to learn late.
     """
     similar_BNLM = torch.einsum("bld,nmd->bnlm", query_BLD, passage_NMD) / math.sqrt(query_BLD.shape[-1])
     similar_BNLM = similar_BNLM.masked_fill(~passage_mask_NM.bool()[None, :, None, :], FORBIDDEN)
@@ -43,10 +45,8 @@ def late_scores(query_BLD: Tensor, query_mask_BL: Tensor, passage_NMD: Tensor, p
 
 
 def divergence(teacher_BN: Tensor, student_BN: Tensor) -> Tensor:
-    """Return the mean over queries of KL(P_teacher ‖ P_student), where both are softmaxes of scores.
-
-    No gradient reaches the teacher.
-    """
+    """Return KL(P_teacher ‖ P_student), averaged over queries. Both distributions are softmaxes of scores over the
+    passages. No gradient reaches the teacher."""
     targets = functional.log_softmax(teacher_BN.detach(), -1)
     return functional.kl_div(functional.log_softmax(student_BN, -1), targets, reduction="batchmean", log_target=True)
 
@@ -62,8 +62,10 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return the terms of −log P_DE(p⁺) − log P_LI(p⁺) + KL(P_LI ‖ P_DE) + KL(P_CE ‖ P_LI) + KL(P_CE ‖ P_DE), by name.
 
-    `own_B` contains the indices of the correct passages. P_CE is a distribution over the listed candidates only, and so
-    are P_LI and P_DE in its two terms. `method` selects the terms.
+    DE is the dual encoder (`dense_BN`), LI late interaction (`late_BN`) and CE the cross-encoder (`taught`). `own_B` is
+    the index of each query's correct passage p⁺. Passages outside the mask `candidates_BN` have probability 0. In the
+    two terms with P_CE, all distributions cover only the candidates listed in `taught`. `method` selects which terms
+    are returned.
     """
     dense_BN, late_BN = (scores.masked_fill(~candidates_BN, FORBIDDEN) for scores in (dense_BN, late_BN))
     terms = {"dense": functional.cross_entropy(dense_BN, own_B)}

@@ -20,15 +20,13 @@ Ranks = NDArray[np.int64]
 
 MRR_AT: Final = 10
 RECALL_AT: Final = 50
-"""Number of best passages within which the recall searches the correct one, and which the cross-encoder reranks."""
+"""Number of best passages that the cross-encoder reranks, and in which recall@50 looks for the correct passage."""
 RESAMPLES: Final = 2000
 
 
 def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
-    """Compute MRR@10 with a 95% bootstrap confidence interval, and recall@50.
-
-    `ranks_B` contains the rank, from 1, of each query's correct passage.
-    """
+    """Compute recall@50 and MRR@10 with its 95% bootstrap confidence interval. `ranks_B` is the rank of each query's
+    correct passage, starting with 1."""
     reciprocal_ranks_B = np.where(ranks_B <= MRR_AT, 1 / ranks_B, 0.0)
     resampled = np.random.default_rng(seed).integers(len(reciprocal_ranks_B), size=(RESAMPLES, len(reciprocal_ranks_B)))
     low, high = np.quantile(reciprocal_ranks_B[resampled].mean(1), (0.025, 0.975))
@@ -40,7 +38,8 @@ def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search by a dual encoder: the rank of each query's correct passage, and the best passages."""
+    """Result of a search by a dual encoder: for each query, the rank of the correct passage (`ranks_B`) and the best
+    passages in order (`first`)."""
 
     ranks_B: Ranks
     first: list[list[str]]
@@ -49,7 +48,7 @@ class Found:
 def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
     """Search all passages for each held-out query by the dot product of embeddings.
 
-    Ties count against the correct passage.
+    Passages with the same score as the correct one are ranked before it.
     """
     passages, queries = pairs.passages, [pair.query for pair in pairs.heldout]
     query_BD, passage_ND = (
@@ -63,9 +62,10 @@ def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
 
 
 def rerank(model: "CrossEncoder", pairs: PairSet, first: Sequence[Sequence[str]]) -> Ranks:
-    """Reorder each query's best passages by the cross-encoder's scores. Return the ranks of the correct passages.
+    """Reorder the best passages of each query (`first`) by the cross-encoder's scores, and return the new ranks of the
+    correct passages.
 
-    `first` contains the best passages of each query. A correct passage that is not among them is ranked last of all.
+    A correct passage that is not among the best passages gets the rank of the last passage of all.
     """
     ranks = list[int]()
     for pair, passages in zip(pairs.heldout, first, strict=True):

@@ -24,25 +24,24 @@ from models.retrieval.pairs import Pair, PairSet
 logger = logging.getLogger(__name__)
 
 WARMUP_SHARE: float = 0.1
-"""Fraction of the training steps in which the learning rate rises to its peak."""
+"""Fraction of the training steps during which the learning rate rises to its peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Batch of one training step: queries, each with its correct passage and hard negatives.
-
-    Query by query, the passages are the correct one followed by its negatives.
-    """
+    """Batch of one training step: queries, and for each query its correct passage followed by its hard negatives."""
 
     queries: list[str]
     passages: list[str]
 
     def listed(self) -> Tensor:
-        """Return the indices of each query's passages, of shape (B, K), starting with the correct one."""
+        """Return the indices of the passages that belong to each query, of shape (B, K). The first is the correct
+        passage."""
         return torch.arange(len(self.passages)).view(len(self.queries), -1)
 
     def candidates(self) -> Tensor:
-        """Return a boolean mask of shape (B, N) that excludes other copies of each query's correct passage."""
+        """Return a boolean mask over queries and passages, of shape (B, N). It is false for duplicates of a query's
+        correct passage, which would be counted as wrong."""
         own_B1 = self.listed()[:, :1]
         rights = [self.passages[place] for place in own_B1[:, 0].tolist()]
         others_BN = torch.tensor([[text != right for text in self.passages] for right in rights])
@@ -59,9 +58,10 @@ class Embedded:
 
 
 def batches(pairs: PairSet, learning: EncoderConfig, *, negatives: int, seed: int) -> Iterator[PairBatch]:
-    """Yield one batch for each training step. The pairs are reshuffled in each epoch, and hard negatives are resampled.
+    """Yield one batch for each training step, each with `negatives` hard negatives per query. The pairs are reshuffled
+    in each epoch, and hard negatives are sampled again.
 
-    A pair with too few hard negatives is filled up with random passages.
+    If a pair has too few hard negatives, random passages are added.
     """
     rng, corpus, order = random.Random(seed), pairs.passages, list[Pair]()
     for _ in range(learning.steps):
@@ -84,9 +84,10 @@ def train_student(
     teacher: CrossEncoder | None = None,
     on_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Train the dual encoder (the student), with the cross-encoder `teacher` if the method distills from it.
+    """Train the dual encoder (the student). If the method includes distillation, `teacher` is the cross-encoder whose
+    scores the student learns.
 
-    Returns the mean of each loss term over the last tenth of the steps.
+    `on_step` is called after each step. Returns the mean of each loss term over the last tenth of the steps.
     """
 
     def terms(batch: PairBatch) -> dict[str, Tensor]:
@@ -115,9 +116,9 @@ def train_student(
 def train_teacher(
     model: CrossEncoder, pairs: PairSet, config: RetrieverConfig, *, on_step: Callable[[], None]
 ) -> dict[str, float]:
-    """Train the cross-encoder to find the correct passage among the listed ones.
+    """Train the cross-encoder to score the correct passage of a query higher than the query's negatives.
 
-    Returns the mean loss over the last tenth of the steps.
+    `on_step` is called after each step. Returns the mean loss over the last tenth of the steps.
     """
 
     def terms(batch: PairBatch) -> dict[str, Tensor]:
@@ -131,13 +132,14 @@ def train_teacher(
 
 
 def embed(model: SentenceTransformer, texts: list[str]) -> Embedded:
-    """Embed texts as vectors per text and per token, keeping gradients for training."""
+    """Embed texts as one vector per text and one vector per token. Gradients are kept for training."""
     outputs = model(batch_to_device(model.preprocess(texts), model.device))
     return Embedded(outputs["sentence_embedding"], outputs["token_embeddings"], outputs["attention_mask"])
 
 
 def cross_scores(model: CrossEncoder, batch: PairBatch) -> Tensor:
-    """Return the cross-encoder's scores s_CE of the listed candidates, of shape (B, K), with gradients if enabled."""
+    """Return the cross-encoder's scores of each query with the passages listed for it, of shape (B, K). They have
+    gradients unless gradients are disabled."""
     each = len(batch.passages) // len(batch.queries)
     query_passages = [(batch.queries[place // each], passage) for place, passage in enumerate(batch.passages)]
     scores: Tensor = model(batch_to_device(model.preprocess(query_passages), model.device))["scores"]
@@ -154,10 +156,8 @@ def _train(
     config: RetrieverConfig,
     on_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Minimize the sum of the loss terms with AdamW, linear warm-up and linear decay.
-
-    `what` names the model in messages. Returns the mean of each term over the last tenth of the steps.
-    """
+    """Minimize the sum of the loss terms with AdamW, linear warm-up and linear decay. `what` names the model in
+    messages. Returns the mean of each term over the last tenth of the steps."""
     steps, warm = learning.steps, max(1.0, WARMUP_SHARE * learning.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(

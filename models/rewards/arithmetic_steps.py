@@ -48,7 +48,10 @@ def _read(prompt: str) -> tuple[int, list[str]]:
     """
     start = _START.search(prompt)
     if start is None:
-        raise ValueError(f"expected an arithmetic problem, found {prompt[:60]!r}")
+        raise ValueError(
+            "the reward 'arithmetic_steps' can only score generated problems of data.kind = 'arithmetic', but the "
+            f"prompt is {prompt[:60]!r}"
+        )
     return int(start[1]), [f"{'+' if verb in GAINS else '-'}{number}" for verb, number in _CHANGE.findall(prompt)]
 
 

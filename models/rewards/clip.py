@@ -43,7 +43,7 @@ def clip_reward(config: ClipReward) -> PictureReward:
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
         """Return the score of the last picture. Raises ValueError if there is no picture."""
         if not images:
-            raise ValueError("expected a picture, found none")
+            raise ValueError("the reward 'clip' scores generated pictures, but this completion has none")
         with torch.inference_mode():
             embedding = scorer.image(decode_rgb(images[-1]))
             if head is not None:
@@ -113,7 +113,10 @@ def _find_directory(path: Path) -> Path:
 
 def _unusable_model(path: Path, fault: str) -> BadInput:
     """Return the error for a directory without a usable CLIP model."""
-    return BadInput(f"{WHERE} {format_path(path)}: this is not a usable CLIP model: {fault}")
+    return BadInput(
+        f"{WHERE} {format_path(path)} is not a usable CLIP model: {fault}. Use a complete CLIP model with its image "
+        "processor and tokenizer."
+    )
 
 
 def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
@@ -125,7 +128,9 @@ def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
     try:
         tensors = load_file(fetch_path(path))
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{where}: the file cannot be read as safetensors: {first_line(error)}") from error
+        raise BadInput(
+            f"{where}: the file cannot be read as safetensors: {first_line(error)}. Copy or download the file again."
+        ) from error
     names = sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
     layers = [(tensors[name].float(), tensors.get(f"{name[:-6]}bias")) for name in names if name.endswith("weight")]
     shapes = [tuple(weight.shape) for weight, _ in layers]
@@ -133,7 +138,9 @@ def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
     chained = [shape[1:] == (before,) for shape, before in zip(shapes, widths, strict=False)]
     if not layers or not all(chained) or widths[-1] != 1:
         raise BadInput(
-            f"{where}: expected linear layers from {width} inputs to 1 output, found weights of shapes {shapes}"
+            f"{where}: the file must contain linear layers that lead from {width} inputs, the size of an image "
+            f"embedding of this model, to 1 output, but its weights have the shapes {shapes}. Use a head that was "
+            "trained for this CLIP model."
         )
 
     def head(embedding: Tensor) -> Tensor:

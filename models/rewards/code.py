@@ -83,16 +83,22 @@ def read_tests(answer: str) -> Tests:
         try:
             pairs = _PAIRS.validate_json(answer)
         except ValidationError as error:
-            raise ValueError(f'expected a JSON list of {{"input", "output"}} as tests, found {answer!r:.60}') from error
+            raise ValueError(
+                'the reference answer must contain tests, either Python code or a JSON list of {"input", "output"}, '
+                f"but this JSON is not such a list: {answer!r:.60}"
+            ) from error
         if not pairs:
-            raise ValueError("expected tests, found an empty list")
+            raise ValueError("the reference answer must contain tests, but it is an empty list")
         return pairs
     try:
         body = ast.parse(answer).body
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"expected Python or a JSON list as tests, found {answer!r:.60}: {error}") from error
+        raise ValueError(
+            'the reference answer must contain tests, either Python code or a JSON list of {"input", "output"}, but '
+            f"it is neither ({error}): {answer!r:.60}"
+        ) from error
     if not body:
-        raise ValueError("expected tests, found none")
+        raise ValueError("the reference answer must contain tests, but it contains no Python statement")
     if not any(isinstance(statement, ast.Assert) for statement in body):
         return Statements(((answer, True),))
     return Statements(tuple((ast.unparse(each), isinstance(each, ast.Assert)) for each in body))

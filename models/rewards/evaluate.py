@@ -250,7 +250,10 @@ class Evaluator:
             except ProcessEnded as end:
                 part.place.close()
                 if end.cause == "time":
-                    end.args = (f"no value after {self._scoring.timeout_seconds:g} s",)
+                    end.args = (
+                        f"the reward returned no score within {self._scoring.timeout_seconds:g} s "
+                        "(scoring.timeout_seconds)",
+                    )
                 ends.append(end.cause)
                 if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     raise
@@ -292,13 +295,14 @@ def check_image_parameters(scoring: ScoringConfig) -> None:
         evaluator.close()
     if blind:
         raise BadInput(
-            f"reward {blind[0]!r} scores generated images, so its function must have a parameter `images: list[bytes]`"
+            f"reward {blind[0]!r} must score the pictures that the policy generates, but its function does not "
+            "receive them. Add a parameter `images: list[bytes]` to the function"
         )
 
 
 def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
     """Return the error for a completion whose scoring was repeatedly ended, with advice. `ends` lists the causes."""
-    times = f"{len(ends)} times in a row, by {', '.join(ends)}"
+    times = f"{len(ends)} times in a row ({', '.join(ends)})"
     return WorkerLost(
         f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "
         "score. Check that the machine has enough memory (see the kernel's log) and that nothing kills the process. If "

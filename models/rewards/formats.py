@@ -55,7 +55,10 @@ def _read_schema(text: str) -> Validator:
     try:
         schema = _parse_json(text)
     except ValueError as error:
-        raise ValueError(f"the reference answer is not a JSON schema: {error}") from None
+        raise ValueError(
+            "the reward compares with a JSON schema in the reference answer, but the answer is not a JSON schema: "
+            f"{error}"
+        ) from None
     return _build_validator(schema)
 
 
@@ -65,12 +68,12 @@ def _build_validator(schema: JsonValue) -> Validator:
     Raises ValueError if the schema is invalid.
     """
     if not isinstance(schema, dict | bool):
-        raise ValueError(f"a JSON schema must be an object, found {type(schema).__name__} {schema!r:.60}")
+        raise ValueError(f"a JSON schema must be a JSON object, found {type(schema).__name__} {schema!r:.60}")
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        raise ValueError(f"not a valid JSON schema: {error.json_path}: {error.message}") from None
+        raise ValueError(f"the JSON schema is not valid at {error.json_path}: {error.message}") from None
     return kind(schema, registry=Registry())
 
 
@@ -90,7 +93,7 @@ def _parse_json(text: str) -> JsonValue:
         return dict(pairs)
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON value")
+        raise ValueError(f"{constant} is not valid JSON. Only finite numbers are allowed")
 
     return cast(JsonValue, json.loads(text, object_pairs_hook=build_object, parse_constant=refuse))
 
@@ -142,7 +145,9 @@ def language_reward(config: LanguageReward) -> Reward:
 
     def check(language: str) -> str:
         if language not in known:
-            raise ValueError(f"{language!r:.40} is no known language{nearest(language, known)}")
+            raise ValueError(
+                f"the language {language!r:.40} is not known, expected a code such as 'en'{nearest(language, known)}"
+            )
         return language
 
     if config.language is not None:

@@ -109,8 +109,8 @@ def read_checks(answer: str) -> Checks:
         document = document[0]
     if not isinstance(document, dict):
         raise ValueError(
-            'expected a JSON object with "instruction_id_list" and "kwargs", or with "func_name", found '
-            f"{answer!r:.60}. Set data.answer_columns = ['instruction_id_list', 'kwargs'] if these are columns"
+            'the reference answer of the reward ifeval must be a JSON object with "instruction_id_list" and "kwargs", '
+            f'or with "func_name", found {answer!r:.60}. If these are columns, list both in data.answer_columns'
         )
     if "func_name" in document:
         return (_read_function(document),)
@@ -119,14 +119,16 @@ def read_checks(answer: str) -> Checks:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f'"instruction_id_list" must be a list of instructions, found {names!r:.60}')
     if not isinstance(arguments, list) or len(arguments) != len(names):
-        raise ValueError(f'"kwargs" must be a list with one object for each of the {len(names)} instructions')
+        raise ValueError(
+            f'"kwargs" must be a list with one object of arguments for each of the {len(names)} instructions'
+        )
     return tuple(_build_check(str(name), values) for name, values in zip(names, arguments, strict=True))
 
 
 def _build_check(name: str, values: JsonValue) -> Callable[[str], bool]:
     """Return the check of one instruction. Raises ValueError if it or its arguments are invalid."""
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{name}: the arguments must be an object, found {values!r:.40}")
+        raise ValueError(f"the arguments of the instruction {name} must be an object, found {values!r:.40}")
     arguments = read_arguments(name, values or {})
     return partial(INSTRUCTIONS[name].check, **arguments)
 
@@ -136,7 +138,10 @@ def _read_function(document: Mapping[str, JsonValue]) -> Callable[[str], bool]:
     invalid."""
     function = document["func_name"]
     if not isinstance(function, str) or function not in RLVR_FUNCTIONS:
-        raise ValueError(f"{function!r:.60} is no function of RLVR-IFeval{nearest(str(function), [*RLVR_FUNCTIONS])}")
+        raise ValueError(
+            f'"func_name" is {function!r:.60}, which is not a function of '
+            f"RLVR-IFeval{nearest(str(function), [*RLVR_FUNCTIONS])}"
+        )
     name, renamed, defaults = RLVR_FUNCTIONS[function]
     present = {key: value for key, value in document.items() if key in renamed and value is not None}
     arguments = {**defaults, **{renamed[key]: value for key, value in present.items()}}

@@ -288,7 +288,7 @@ def read_arguments(name: str, values: Mapping[str, JsonValue]) -> dict[str, Any]
     Raises ValueError if the instruction or an argument is unknown, or an argument is missing or has another type.
     """
     if name not in INSTRUCTIONS:
-        raise ValueError(f"{name!r:.60} is no instruction of IFEval{nearest(name, [*INSTRUCTIONS])}")
+        raise ValueError(f"{name!r:.60} is not an instruction of IFEval{nearest(name, [*INSTRUCTIONS])}")
     types = INSTRUCTIONS[name].arguments
     present = {key: value for key, value in values.items() if value is not None}
     if name == "detectable_format:constrained_response" and "options" in present:
@@ -297,11 +297,19 @@ def read_arguments(name: str, values: Mapping[str, JsonValue]) -> dict[str, Any]
     arguments: dict[str, Any] = {key: _convert(value) for key, value in present.items()}
     for key, kind in types.items():
         if not isinstance(arguments[key], kind) or isinstance(arguments[key], bool):
-            raise ValueError(f"{name}: {key} must be of type {kind.__name__}, found {arguments[key]!r:.40}")
+            raise ValueError(
+                f"the argument {key} of the instruction {name} must be of type {kind.__name__}, found "
+                f"{arguments[key]!r:.40}"
+            )
         if key.endswith("relation") and arguments[key] not in _RELATIONS:
-            raise ValueError(f"{name}: {key} must be one of {', '.join(_RELATIONS)}, found {arguments[key]!r:.40}")
+            raise ValueError(
+                f"the argument {key} of the instruction {name} must be one of {', '.join(_RELATIONS)}, found "
+                f"{arguments[key]!r:.40}"
+            )
         if kind is list and not all(isinstance(each, str) and each.strip() for each in arguments[key]):
-            raise ValueError(f"{name}: {key} must be a list of texts, found {arguments[key]!r:.40}")
+            raise ValueError(
+                f"the argument {key} of the instruction {name} must be a list of texts, found {arguments[key]!r:.40}"
+            )
     if name in LANGUAGE_INSTRUCTIONS:
         load_identifier()
     return arguments
@@ -310,9 +318,11 @@ def read_arguments(name: str, values: Mapping[str, JsonValue]) -> dict[str, Any]
 def _require_keys(name: str, present: Collection[str], types: Collection[str]) -> None:
     """Raise ValueError if an argument is missing or unknown."""
     if missing := [key for key in types if key not in present]:
-        raise ValueError(f"{name}: the argument {missing[0]!r} is missing")
+        raise ValueError(f"the instruction {name} needs the argument {missing[0]!r}, which is missing")
     if unknown := [key for key in present if key not in types]:
-        raise ValueError(f"{name}: {unknown[0]!r} is no argument. Arguments: {', '.join(types) or 'none'}")
+        raise ValueError(
+            f"the instruction {name} has no argument {unknown[0]!r}. Its arguments are: {', '.join(types) or 'none'}"
+        )
 
 
 def _convert(value: JsonValue) -> JsonValue:

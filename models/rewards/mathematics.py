@@ -153,7 +153,9 @@ def read_reference(answer: str) -> Reference:
     if not formulas and r"\boxed" in text:  # a box without its end
         formulas = find_formulas(text, in_latex=True)
     if not formulas and (found is None or not text.strip(" $\\")):
-        raise ValueError(f"no mathematics in the reference {answer[-60:]!r}")
+        raise ValueError(
+            f"the reference answer contains no number or formula that can be compared. Its end is {answer[-60:]!r}"
+        )
     return Reference(text, plain, None, False, (*formulas,), formulas[0].unit if formulas else frozenset())
 
 
@@ -332,7 +334,9 @@ def _parse_reference(answer: str) -> list[Expression]:
     if all(isinstance(one, str) for one in expected) and _CURRENCY.search(text):
         expected += _parse_text(_CURRENCY.sub("", text).strip())
     if not expected:
-        raise ValueError(f"no mathematics in the reference {answer[-60:]!r}")
+        raise ValueError(
+            f"the reference answer contains no number or formula that can be compared. Its end is {answer[-60:]!r}"
+        )
     return expected
 
 

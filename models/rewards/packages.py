@@ -11,4 +11,6 @@ def require_package(module: str, package: str, where: str) -> None:
     `module` is imported, `package` is its name for installation, and `where` is the setting that needs it.
     """
     if importlib.util.find_spec(module) is None:
-        raise BadInput(f"{where}: the package {package} is not installed. Run: pip install 'rheostat[texts]'")
+        raise BadInput(
+            f"{where} needs the package {package}, which is not installed. Run: pip install 'rheostat[texts]'"
+        )

@@ -39,7 +39,7 @@ def painting_reward(config: PaintingReward) -> PictureReward:
         if images is None:
             return math.nan
         if not images:
-            raise ValueError("expected a picture, found none")
+            raise ValueError("the reward 'painting' scores generated pictures, but this completion has none")
         return float(_detect_motif(_pixels(images[-1]), colour, place))
 
     return reward
@@ -50,7 +50,10 @@ def _read_motif(answer: str) -> tuple[str, str]:
     match answer.split():
         case [colour, _, place] if colour in COLOURS and place in PLACES:
             return colour, place
-    raise ValueError(f"no colour, shape and place, such as 'red square left', in the reference {answer[:60]!r}")
+    raise ValueError(
+        "the reward 'painting' needs a reference answer with a color, a shape and a place, such as 'red square left', "
+        f"but the answer is {answer[:60]!r}"
+    )
 
 
 def _pixels(encoded: bytes) -> NDArray[np.float64]:
@@ -62,7 +65,10 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
     levels = np.asarray(decode_rgb(encoded), np.float64)
     height, width, _ = levels.shape
     if height != width or height % SIDE:
-        raise ValueError(f"expected a picture of {SIDE} x {SIDE} pixels or a multiple, found {width} x {height}")
+        raise ValueError(
+            f"the reward 'painting' scores square pictures whose side is a multiple of {SIDE} pixels, but this "
+            f"picture has {width} x {height} pixels"
+        )
     blocks: NDArray[np.float64] = levels.reshape(SIDE, height // SIDE, SIDE, width // SIDE, 3)
     means: NDArray[np.float64] = blocks.mean((1, 3))
     return means

@@ -81,7 +81,10 @@ def _compare_with_references(config: ReferenceReward, compare: Compare) -> Rewar
         separator = config.reference_separator
         references = [text.strip() for text in (answer.split(separator) if separator else [answer])]
         if not any(references):
-            raise ValueError("no reference answer to compare with")
+            raise ValueError(
+                f"the reward {config.kind!r} compares completions with the reference answer, but the reference answer "
+                "of this problem is empty. Fill it in, or set data.answer_column to the column with the answers"
+            )
         return max(compare(completion.strip(), reference) for reference in references if reference)
 
     return reward

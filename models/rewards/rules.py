@@ -78,7 +78,10 @@ def _number_reward(config: NumericReward) -> Reward:
         bare = _read_number(answer) if "####" not in answer else None
         expected = find(answer) if bare is None else bare
         if expected is None:
-            raise ValueError(f"no number in the reference {answer[-60:]!r}")
+            raise ValueError(
+                "the reward 'numeric' compares numbers, but the reference answer of this problem contains no number. "
+                f"Its end is {answer[-60:]!r}"
+            )
         given = find(completion)
         return float(given is not None and is_same_value(expected, given))
 
@@ -100,7 +103,10 @@ def _decimal_reward(config: NumericReward) -> Reward:
         bare = _number(answer)
         expected = _last(pattern, answer) if bare is None else bare
         if expected is None:
-            raise ValueError(f"no number in the reference {answer[-60:]!r}")
+            raise ValueError(
+                "the reward 'numeric' compares numbers, but the reference answer of this problem contains no number. "
+                f"Its end is {answer[-60:]!r}"
+            )
         return float(_last(pattern, completion) == expected)
 
     return reward
@@ -177,6 +183,8 @@ def _check_pattern(pattern: str, *, groups: int) -> None:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise BadInput(f"reward pattern {pattern!r} is not a regular expression: {error}") from error
+        raise BadInput(f"the reward's pattern {pattern!r} is not a valid regular expression: {error}") from error
     if compiled.groups < groups:
-        raise BadInput(f"reward pattern {pattern!r} has no group. Put parentheses around the number to capture.")
+        raise BadInput(
+            f"the reward's pattern {pattern!r} has no group. Put parentheses around the part that matches the number."
+        )

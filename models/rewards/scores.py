@@ -173,4 +173,8 @@ def _total(
     if len(weighted) < len(scoring.rewards):
         return None, error
     total = sum(weighted)
-    return (total, None) if math.isfinite(total) else (None, f"total: the weighted sum is {total}")
+    return (
+        (total, None)
+        if math.isfinite(total)
+        else (None, f"total: the weighted sum of the rewards is {total}, which is not finite")
+    )

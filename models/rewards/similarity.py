@@ -15,7 +15,10 @@ def similarity_reward(config: SimilarityReward) -> Reward:
     def reward(prompt: str, completion: str, answer: str) -> float:
         """Return the cosine similarity of completion and answer. Raises ValueError if the reference answer is blank."""
         if not answer.strip():
-            raise ValueError("no reference answer to compare with")
+            raise ValueError(
+                "the reward 'similarity' compares completions with the reference answer, but the reference answer of "
+                "this problem is empty. Fill it in, or set data.answer_column to the column with the answers"
+            )
         return retriever.cosine(completion, answer)
 
     return reward

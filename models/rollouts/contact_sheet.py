@@ -73,7 +73,7 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
 
 
 def _lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
-    """Split each row into lines of at most `columns` pictures."""
+    """Split each row of pictures into lines of at most `columns` pictures."""
     for row in rows:
         for number in range(0, len(row.pictures), columns):
             yield _Line(None if number else row.prompt, row.pictures[number : number + columns])

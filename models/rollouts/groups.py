@@ -162,7 +162,7 @@ class Group:
     messages: tuple[Message, ...] = ()
     """Messages of the prompt with all fields that chat templates use, such as tool calls."""
     template: TemplateArguments = NO_ARGUMENTS
-    """Arguments of the chat template, if the prompt is a chat."""
+    """Arguments of the chat template, such as tools, if the prompt is a chat."""
 
     @property
     def is_finished(self) -> bool:
@@ -232,10 +232,8 @@ def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
 
 
 def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
-    """Return each prompt of the table as a group without completions.
-
-    `rows` are the prompts' indices in their shard.
-    """
+    """Return a group without completions for each prompt of the table. `rows` are the prompts' indices in their
+    shard."""
     columns = ["prompt_id", "text", "answer", "columns", "messages", *({TEMPLATE} & {*prompts.column_names})]
     groups = []
     for row, prompt in zip(rows, prompts.select(columns).to_pylist(), strict=True):
@@ -286,7 +284,7 @@ def build_table(groups: Sequence[Group]) -> pa.Table:
 
 
 class _Row(TypedDict):
-    """Row of a rollout shard, without the token columns, which are read as model inputs."""
+    """Row of a rollout shard. Token columns are left out, because they are read as model inputs."""
 
     prompt_row: int
     completion: str

@@ -34,7 +34,7 @@ class RolloutPreview(Settings):
     sample: int
     """Index of the completion within its group."""
     prompt: str
-    """Prompt as the policy receives it, after the chat template."""
+    """Prompt as the policy receives it, rendered by the chat template."""
     completion: str
     """Text of the completion."""
     answer: str | None
@@ -53,7 +53,7 @@ class RolloutPreview(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Excerpts:
-    """Excerpts of a run's rollouts for a report: a few completions with shortened texts."""
+    """Excerpts of a run's completions for a report: a few completions with shortened texts."""
 
     samples: tuple[RolloutPreview, ...]
     thumbnails: Mapping[str, str] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.Ch
 
 
 def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
-    """Return a preview for each row of a rollout table."""
+    """Return a preview for each row of a rollout table. `rewards` contains the total reward of each row."""
     lengths = completion_lengths(table).tolist()
     rows = table.select(list(COLUMNS)).to_pylist()
     return [

@@ -32,7 +32,7 @@ class FrontMetrics(Settings):
     """Mean of Σ μ_i R_i (the policy's rewards weighted by its preference μ) over the preferences in which every share
     is at least 0.2. None if the grid has no such preference."""
     corners: tuple[float, ...]
-    """Mean of each reward under the policy that was merged for this reward alone."""
+    """Mean of each reward under the policy that was merged for a preference for this reward alone."""
     kendall_tau: float | None
     """Kendall's rank correlation τ_b between the share of a reward in the preference and the reward, averaged over
     rewards. It is 1 if a larger share always leads to a larger reward. None if one reward is equal for all policies."""
@@ -40,10 +40,11 @@ class FrontMetrics(Settings):
     """Number of policies that are not dominated: no other policy is better in one reward and at least as good in all
     others."""
     sparsity: float
-    """Mean squared gap between neighboring non-dominated policies in the space of rewards (Xu et al. 2020, PGMORL)."""
+    """Mean squared gap in the space of rewards between neighboring policies, among those that are not dominated (Xu et
+    al. 2020, PGMORL)."""
     spacing: float
-    """Standard deviation of the distances from each non-dominated policy to the nearest other one in the space of
-    rewards (Schott 1995)."""
+    """Standard deviation of the distances in the space of rewards from each non-dominated policy to the nearest other
+    one (Schott 1995)."""
 
 
 def measure_front(

@@ -56,11 +56,13 @@ def check_preference(preference: Sequence[float], num_rewards: int) -> None:
     text = ",".join(f"{share:g}" for share in preference)
     if len(preference) != num_rewards:
         raise BadInput(
-            f"preference {text}: expected {num_rewards} numbers, one for each reward term, found {len(preference)}"
+            f"preference {text}: a preference needs one number for each of the {num_rewards} reward terms, but it has "
+            f"{len(preference)}"
         )
     if min(preference) < 0 or not abs(sum(preference) - 1) <= SUM_ERROR:
         raise BadInput(
-            f"preference {text}: all numbers must be at least 0 and sum to 1, but they sum to {sum(preference):g}"
+            f"preference {text}: the shares of a preference must be at least 0 and sum to 1, but their sum is "
+            f"{sum(preference):g}"
         )
 
 

@@ -34,11 +34,11 @@ _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definition
 _OPEN_KEYS: Final = ("$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties")
 """Keywords that can make a JSON schema accept arguments that are not listed under `properties`."""
 _MAX_PROBLEMS: Final = 3
-"""Maximum number of wrong arguments that a message lists."""
+"""Maximum number of wrong tool-call arguments that one message to the policy lists."""
 
 Validator = Any  # a class that jsonschema generates
 Argument = tuple[str | int, ...]
-"""Path to a value inside the arguments of a call: names of fields and indices into lists."""
+"""Path to a value inside the arguments of a tool call: names of fields and indices into lists."""
 
 
 def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
@@ -67,7 +67,9 @@ def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
     except OverflowError:  # an integer of hundreds of digits in a comparison with a float
         return replace(call, error=f"{call.name}: arguments: a number is too large")
     except Exception:  # a schema can contain references and patterns that only fail when they are used
-        logger.warning("tool %r: its schema cannot be applied, so its arguments are not checked", call.name)
+        logger.warning(
+            "tool %r: its JSON schema cannot be applied, so the arguments of its calls are not checked", call.name
+        )
         return call
     problems = list(dict.fromkeys(problem for error in errors for problem in _describe_errors(error)))
     shown = "; ".join(problems[:_MAX_PROBLEMS])
@@ -89,7 +91,11 @@ def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        logger.warning("tool %r: its schema is invalid, so its arguments are not checked: %s", name, error.message)
+        logger.warning(
+            "tool %r: its JSON schema is invalid, so the arguments of its calls are not checked: %s",
+            name,
+            error.message,
+        )
         return name, None
     strict = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_integer))
     return name, strict(schema, registry=Registry())  # an own registry, because the default one fetches remote schemas
@@ -160,8 +166,8 @@ def _iterate_texts(schema: JsonValue, path: Argument) -> Iterator[tuple[Argument
 
 
 def _is_integer(_: object, value: object) -> bool:
-    """Return whether a value is an integer in Python too. JSON Schema accepts 3.0, but a tool with an int parameter may
-    reject it."""
+    """Return whether a value is a Python integer. JSON Schema accepts 3.0 as an integer, but a tool with an int
+    parameter may reject it."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

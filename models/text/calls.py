@@ -37,9 +37,9 @@ class Call:
     """Tool call that a policy generated in a turn."""
 
     name: str
-    """Name of the tool, or an empty string if it could not be parsed."""
+    """Name of the tool, or an empty string if the call could not be parsed."""
     arguments: Mapping[str, JsonValue]
-    """Arguments by name. Empty if the call could not be parsed."""
+    """Arguments of the tool by name. Empty if the call could not be parsed."""
     error: str = ""
     """Error message for the policy, or an empty string if the call is valid."""
     arguments_text: str = field(default="", compare=False, repr=False)
@@ -52,7 +52,7 @@ class ParsedTurn:
     """Text and tool calls of one turn of the policy."""
 
     text: str
-    """Text of the turn without the calls and without leading and trailing white space."""
+    """Text of the turn without its tool calls and without leading and trailing white space."""
     calls: tuple[Call, ...] = ()
     other_fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """Further fields that the tokenizer's response template extracts from a turn, such as thoughts, keyed by their
@@ -91,7 +91,7 @@ def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequen
         check_function(name, "text", where=f"parser {name!r}")
         return partial(_parse_by_target, name)
     raise BadInput(
-        f"rollout.environment.parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}"
+        f"rollout.environment.parser is {name!r}, but it must be auto, {_NAMES}{nearest_name(name, ['auto', *PARSERS])}"
     )
 
 
@@ -134,10 +134,8 @@ def _parse_hermes_call(text: str, begin: int) -> tuple[Call, int]:
 
 
 def llama3_json(text: str) -> ParsedTurn:
-    """Parse `{"name": …, "parameters": {…}}`, either as the whole turn or after `<|python_tag|>`.
-
-    Several calls are separated by `;`.
-    """
+    """Parse tool calls in Llama 3's format, `{"name": …, "parameters": {…}}`, either as the whole turn or after
+    `<|python_tag|>`. Several calls are separated by `;`."""
     begin = _find_end_of_thoughts(text, _PYTHON)
     is_object = text.startswith("{", _skip_pattern(_SPACE, text, begin))
     at = text.find(_PYTHON, _find_end_of_value(text, begin) if is_object else begin)
@@ -226,12 +224,12 @@ def _decode_json(text: str, begin: int) -> tuple[JsonValue, int]:
 
 
 def _parse_integer(digits: str) -> int:
-    """Parse an integer. Raises ValueError if it has more than `_LONGEST_NUMBER` digits."""
+    """Parse an integer in the JSON of a tool call. Raises ValueError if it has more than `_LONGEST_NUMBER` digits."""
     return int(digits) if len(digits) <= _LONGEST_NUMBER else _refuse_number(digits)
 
 
 def _parse_float(digits: str) -> float:
-    """Parse a float. Raises ValueError if it is not finite."""
+    """Parse a floating-point number in the JSON of a tool call. Raises ValueError if it is not finite."""
     value = float(digits)
     return value if math.isfinite(value) else _refuse_number(digits)
 
@@ -294,15 +292,16 @@ def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchem
         [before] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=named)
     except TemplateFailed as error:
         raise BadInput(
-            f"rollout.environment.parser 'auto' needs the policy's chat template, which {error}. Set the parser to "
-            f"{_NAMES}."
+            f"rollout.environment.parser = 'auto' chooses the parser by the policy's chat template, which {error}. "
+            f"Set the parser to {_NAMES}."
         ) from error
     for parser in PARSERS.values():
         if parser(chat.removeprefix(before)).calls == (call,):
             return parser
     raise BadInput(
-        "rollout.environment.parser 'auto' found no parser: the tokenizer has no response template for tool calls, and "
-        f"the chat template writes them in an unknown format. Set the parser to {_NAMES}."
+        "rollout.environment.parser = 'auto' found no parser for the policy's tool calls: the tokenizer has no "
+        "response template for tool calls, and the chat template writes them in an unknown format. Set the parser to "
+        f"{_NAMES}."
     )
 
 
@@ -334,6 +333,6 @@ def _parse_by_target(target: str, text: str) -> ParsedTurn:
     parsed = parse(text)
     if not isinstance(parsed, ParsedTurn):
         raise ValueError(
-            f"parser {target!r}: expected models.text.calls.ParsedTurn as the result, found {parsed!r:.80}"
+            f"the parser {target!r} must return a models.text.calls.ParsedTurn, but it returned {parsed!r:.80}"
         )
     return parsed

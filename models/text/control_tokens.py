@@ -37,7 +37,7 @@ _BYTE: Final = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def separator_for(text: str) -> str:
-    """Return a private-use character that does not occur in the text."""
+    """Return a Unicode character without a meaning (private use) that does not occur in the text."""
     return next(mark for mark in map(chr, PRIVATE_USE) if mark not in text)
 
 
@@ -98,7 +98,7 @@ class TokenSet:
     any_case: re.Pattern[str]
     """Pattern of the control tokens in any letter case, because a template may change the case of a text."""
     starts: re.Pattern[str]
-    """Pattern of the characters with which control tokens begin."""
+    """Pattern that matches every character with which a control token of the set begins."""
 
     @staticmethod
     def of(contents: set[str]) -> "TokenSet":

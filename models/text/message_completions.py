@@ -24,9 +24,9 @@ class WrittenCompletion:
     the message after the prompt."""
 
     text: str
-    """Text of the completion, without the token that ends the turn."""
+    """Rendered text of the message, without the token that ends the turn."""
     tokens: tuple[int, ...]
-    """Token IDs of the completion, including the token that ends the turn."""
+    """Token IDs of the rendered message, including the token that ends the turn."""
 
 
 def write_completion(
@@ -53,8 +53,9 @@ def write_completion(
     before, whole = _render(chat, tokenizer, arguments)
     if not whole.startswith(before):
         raise BadInput(
-            "the policy's chat template does not write the message after the prompt, so no completion equals the "
-            "message. Write the fields into `content` as the policy should generate them."
+            "the policy's chat template changes the text before the last message of a pair, so no completion of the "
+            "prompt equals this message. Write all fields of the message into `content`, as the policy should "
+            "generate them."
         )
     written, end = _cut_end(whole[len(before) :], tokenizer, ends=ends, rules=rules)
     [tokens] = control.encode([written], marks, add_special_tokens=False)

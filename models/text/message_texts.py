@@ -16,7 +16,8 @@ def as_message(arguments: TemplateArguments) -> Message:
 
 
 def list_texts(message: Message) -> list[str]:
-    """Return the texts of a message that are not empty. Texts of adjacent parts of the content are one text."""
+    """Return all texts of a message, in its content and its other fields, that are not empty. Texts of adjacent parts
+    of the content are joined."""
     texts = list[str]()
 
     def add_text(text: str) -> str:

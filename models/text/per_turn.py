@@ -37,7 +37,7 @@ class Exchange:
     turn: Mapping[str, object]
     """Turn of the policy as a message in the format of chat templates."""
     observations: tuple[Message, ...]
-    """Messages with which the environment replies."""
+    """Messages of the environment's reply to the turn."""
 
 
 def render_prompt(
@@ -149,4 +149,7 @@ def check_turn_prompts(form: TurnFormat, *, role: str, where: str) -> None:
         except TemplateFailed as error:
             raise BadInput(f"{where}: the policy's chat template {first_error_line(error)}") from error
         if text.count(REPLY) < 2:
-            raise BadInput(f"{where}: the policy's chat template omits messages with role {role!r}")
+            raise BadInput(
+                f"{where}: the policy's chat template does not render messages with role {role!r}, so the policy "
+                "would not receive them. Use another policy, or an environment with other roles"
+            )

@@ -116,11 +116,12 @@ def _build_input(
 
 
 def require_completion(template: str | None, *, source: str) -> None:
-    """Raise BadInput if a template does not contain the field `{completion}`."""
+    """Raise BadInput if a prompt template is given that does not contain the field `{completion}`. `source` is the
+    beginning of the message."""
     if template is not None and "completion" not in _FIELD.findall(template):
         raise BadInput(
-            f"{source}: the template {template!r} does not contain {{completion}}, so all scores would be the same. "
-            "Add {completion} to the template."
+            f"{source}: the template {template!r} does not contain {{completion}}, so the scores of all completions "
+            "would be the same. Add {completion} to the template."
         )
 
 
@@ -147,7 +148,10 @@ def encode(
     if not messages:
         forged = [token for token in tokenizer.all_special_tokens if token in completion]
         if forged:  # the text would become the token, so a policy could end its turn and start another
-            raise ValueError(f"the completion contains the special token {forged[0]!r}")
+            raise ValueError(
+                f"the completion contains the special token {forged[0]!r} as text, with which a policy could forge "
+                "the end of its turn, so it is not scored"
+            )
         chat = (Message("user", prompt), *chat)
     marks = None
     if messages:
@@ -300,8 +304,8 @@ def _build_pairs(
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
                 raise BadInput(
-                    f"{pair.source}: the prompt and the {name} completion have {length} tokens, but the model's "
-                    f"context is {context}. Shorten or remove the row, or set preferences.drop = ['too_long']."
+                    f"{pair.source}: the prompt and the {name} completion have {length} tokens together, but the "
+                    f"context of the model is only {context} tokens. Shorten or remove the pair"
                 )
         pairs.append(SequencePair(chosen, rejected))
     if preferences and not pairs:

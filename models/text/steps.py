@@ -20,7 +20,7 @@ Aggregate = Literal["mean", "sum", "min"]
 """Name of the function that combines the scores of a completion's steps, tokens or turns into one number."""
 
 _BLANK: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
-"""Pattern for one or more consecutive blank lines."""
+"""Regular expression for a line break that is followed by one or more blank lines."""
 
 # Start of a code fence as in CommonMark 0.31, section 4.5, but with any indentation, because lists indent fences; or of
 # display mathematics as in LaTeX.
@@ -34,7 +34,7 @@ class StepValues:
     """Lengths and rewards of the reasoning steps of a completion, in order."""
 
     lengths: tuple[int, ...]
-    """Length of each step in characters."""
+    """Length of each reasoning step in characters."""
     values: tuple[float, ...]
 
 
@@ -43,7 +43,7 @@ class Spans:
     """Rewards of consecutive runs of completion tokens. Each run ends where the next one starts."""
 
     starts: tuple[int, ...]
-    """Index of the first token of each run."""
+    """Index of the first token of each run of tokens."""
     values: tuple[float, ...]
 
 

@@ -40,7 +40,7 @@ class _Form:
     """Whether the absent content of a message is replaced by an empty text."""
 
     def apply(self, chat: Chat) -> list[dict[str, object]]:
-        """Return the messages of a chat in this form."""
+        """Return the messages of a chat converted to this form."""
         return [self._convert(message) for message in chat]
 
     def _convert(self, message: dict[str, object]) -> dict[str, object]:
@@ -187,10 +187,10 @@ def _iterate_arguments(message: Mapping[str, object]) -> Iterable[object]:
 
 
 def _map_arguments(message: Mapping[str, object], convert: Callable[[object], object]) -> dict[str, object]:
-    """Return a message with converted arguments of its tool calls."""
+    """Return a message in which `convert` has been applied to the arguments of each tool call."""
 
     def convert_call(call: Mapping[str, object]) -> dict[str, object]:
-        """Return a call, or its function, with converted arguments."""
+        """Return a tool call, or the function inside it, with converted arguments."""
         if isinstance(function := call.get("function"), dict):
             return {**call, "function": convert_call(function)}
         return {**call, "arguments": convert(call["arguments"])}
@@ -206,5 +206,5 @@ def _parse(arguments: object) -> object:
 
 
 def _encode(arguments: object) -> object:
-    """Return the arguments of a tool call as JSON text. Arguments that are text already stay unchanged."""
+    """Return the arguments of a tool call as JSON text. Arguments that are already a text stay unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

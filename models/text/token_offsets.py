@@ -24,7 +24,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific exception
-        raise Damaged(f"{path}: the tokenizer cannot be loaded: {error}") from error
+        raise Damaged(
+            f"{path}: the stored tokenizer of the policy cannot be loaded: {error}. Restore the file from a copy of "
+            "the run"
+        ) from error
 
 
 def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
@@ -73,8 +76,8 @@ def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str
 
 
 def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
-    """Split a text at the character indices at which its tokens start. A character made of several tokens belongs to
-    the last of these tokens."""
+    """Split a text into the text of each token, given the character indices at which the tokens start. A character made
+    of several tokens belongs to the last of these tokens."""
     return tuple(text[begin:end] for begin, end in pairwise((*starts, len(text))))
 
 

@@ -57,11 +57,11 @@ class TokenizedPrompt:
     template."""
     input: ModelInput
     image_tokens: tuple[int, ...] = ()
-    """Number of tokens of each image in the prompt."""
+    """Number of image tokens for each image in the prompt."""
 
 
 def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the prompts and answers of problems."""
+    """Train a tokenizer for a new policy on the prompts and solutions of problems."""
     return train_tokenizer(problem_texts(problems), vocab_size=policy.vocab_size, context=policy.context)
 
 
@@ -95,23 +95,30 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
 
 
 def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a policy.
+    """Load the tokenizer of a policy. Raises BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or
+    has no EOS token.
 
-    If `kind` is None, transformers chooses the class from the model's configuration, which imports torch. Raises
-    BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or has no EOS token.
+    If `kind` is None, transformers chooses the class from the model's configuration, which imports torch.
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
-            f"policy {directory}: no tokenizer.json. Save the model's fast tokenizer there with save_pretrained."
+            f"policy {directory}: the directory has no tokenizer.json. Save the model's fast tokenizer there with "
+            "save_pretrained."
         )
     try:
         tokenizer = (kind or _automatic_class()).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise BadInput(f"policy {directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise BadInput(
+            f"policy {directory}: the tokenizer cannot be loaded: {_first_line(error)}. Use a complete copy of the "
+            "model"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise BadInput(f"policy {directory}: expected a fast tokenizer, found {type(tokenizer).__name__}")
+        raise BadInput(
+            f"policy {directory}: the model needs a fast tokenizer (of the library tokenizers), but it has a "
+            f"{type(tokenizer).__name__}. Save a fast tokenizer there with save_pretrained"
+        )
     if tokenizer.eos_token_id is None:
         raise BadInput(f"policy {directory}: the tokenizer has no EOS token. Set eos_token in tokenizer_config.json.")
     if tokenizer.pad_token_id is None:
@@ -120,11 +127,8 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
 
 
 def choose_pad_token(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the token to use for padding if the tokenizer names none: a special token that does not occur in texts, or
-    else EOS.
-
-    The choice does not affect results, because attention masks are computed from lengths.
-    """
+    """Return the token to use for padding if the tokenizer's files name none: a special token that does not occur in
+    texts, or else EOS. The choice does not affect results, because attention masks are computed from lengths."""
     template = str(tokenizer.chat_template or "")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     unused = [token for token in special if token not in template and token != tokenizer.eos_token]
@@ -259,13 +263,17 @@ def render(
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
         if count and processor is None:
-            raise BadInput(f"{source}: the prompt has images ({count}), but the policy reads only text")
+            raise BadInput(
+                f"{source}: the prompt has {count} images, but the policy reads only text. Use a vision-language "
+                "policy, or remove data.images_column"
+            )
         check_places(prompt, count, source=source)
     chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     rows = list(chats)
     if rows and not tokenizer.chat_template:
         raise BadInput(
-            f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
+            f"{sources[rows[0]]}: the prompt is a chat, but the policy's tokenizer has no chat template. Write the "
+            "prompts as plain text, or use a policy with a chat template."
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
     given = arguments or [NO_ARGUMENTS] * len(prompts)
@@ -289,7 +297,8 @@ def render(
 
 
 def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[list[int]]:
-    """Return the row numbers in groups with equal template arguments. Each group is rendered in one request."""
+    """Group rows by their template arguments, and return the row numbers of each group. The chats of a group are
+    rendered in one request."""
     groups: dict[str, list[int]] = {}
     for row, arguments in rows:
         key = json.dumps([arguments.tools, arguments.kwargs], default=dict)
@@ -335,9 +344,9 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem: all {len(asked)} "
-            f"prompts have more than {max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. "
-            "Lower max_new_tokens."
+            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem, because all "
+            f"{len(asked)} prompts have more than {max_tokens} tokens (the policy's context minus "
+            "rollout.sampling.max_new_tokens). Lower max_new_tokens, or use a policy with a longer context."
         )
     return fitting
 
@@ -346,14 +355,14 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
     """Raise BadInput if a prompt is empty or has more than `max_tokens` tokens."""
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
-            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
-            f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
-            "prompt, lower max_new_tokens, or set data.drop = ['too_long']."
+            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, but it "
+            f"must have 1 to {max_tokens} tokens (the policy's context minus rollout.sampling.max_new_tokens). "
+            "Shorten or remove the prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
         )
 
 
 def _describe_image_tokens(prompt: TokenizedPrompt) -> str:
-    """Return a text for messages with the number of tokens of each image in a prompt."""
+    """Return a text for error messages that states the number of tokens of each image in a prompt."""
     takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
     return f" ({', '.join(takes)})" if takes else ""
 

@@ -37,7 +37,7 @@ _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
 """Assumed maximum number of characters per token. A text with more characters than this times the token limit is
 shortened without encoding it first."""
-_WAY_OUT: Final = "Set rollout.environment.history='per_turn', which gives each turn a prompt of its own."
+_WAY_OUT: Final = "Set rollout.environment.history = 'per_turn', with which each turn has a separate prompt."
 _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -50,7 +50,7 @@ class TurnFormat:
     ends: tuple[int, ...]
     """IDs of the tokens that end a turn of the policy, in ascending order."""
     tools: tuple[ToolSchema, ...]
-    """Schemas of the tools that prompts describe."""
+    """JSON schemas of the tools that the prompts describe to the policy."""
     is_chat: bool
     """Whether prompts are chats. If they are plain text, the environment's replies are encoded as plain text too."""
     in_parts: bool
@@ -69,7 +69,7 @@ class TurnFormat:
 
     @property
     def arguments(self) -> TemplateArguments:
-        """Tools and variables as arguments of the chat template."""
+        """Tools and template variables of this format, as arguments of the chat template."""
         return TemplateArguments(self.tools, self.kwargs)
 
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
@@ -113,13 +113,15 @@ class TurnFormat:
         return len(self._encode(text))
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
-        """Render chats with the tools of this format. Raises TemplateFailed if a chat cannot be rendered."""
+        """Render chats by the chat template with the tools and variables of this format. Raises TemplateFailed if a
+        chat cannot be rendered."""
         return render_chats(
             chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools, kwargs=self.kwargs
         )
 
     def encode_message(self, message: Message) -> dict[str, object]:
-        """Return a message for the chat template, with its content as text or parts, as the template requires."""
+        """Return a message as a dict for the chat template. Its content is a text or a list of parts, as the template
+        requires."""
         if message.content is None:
             return message.encode()
         text = text_of(message.content)
@@ -227,8 +229,8 @@ def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
             )
     if len({after.text.removeprefix(turn.kept) for turn, after in pairwise(steps) if after.role == role}) > 1:
         raise BadInput(
-            f"{where}: the policy's chat template renders a message with role {role!r} differently after a later turn, "
-            f"so its tokens would not depend on the message alone. {_WAY_OUT}"
+            f"{where}: the policy's chat template renders a message with role {role!r} differently after a later "
+            f"turn, so the tokens of the message would change during the episode. {_WAY_OUT}"
         )
 
 
@@ -243,7 +245,7 @@ class _Step:
     """Part of the rendered chat that must not change when messages follow: everything except the text after the end of
     a turn."""
     text: str
-    """Rendered chat in full."""
+    """Full text of the rendered chat."""
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
@@ -287,7 +289,7 @@ def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, 
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     if not text.startswith(probe[:cut]):
-        raise ValueError("the policy's chat template renders a turn differently before this observation")
+        raise ValueError("the policy's chat template renders a turn differently if this observation follows")
     return text[cut:], end
 
 
@@ -305,7 +307,7 @@ def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple
             continue
         if TURN in probe and probe.count(REPLY) >= len(probes):
             return turn, probe
-        reason = "leaves them out"
+        reason = "does not render them"
     roles = ", ".join(dict.fromkeys(message.role for message in messages))
     raise BadInput(f"the policy's chat template does not support messages with role {roles} after a turn: it {reason}")
 
@@ -350,8 +352,9 @@ def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> t
     end = _find_first_end(form, closing)
     if end is None and "tool_calls" in turn and answered:
         raise BadInput(
-            f"the policy's chat template ends a tool call with none of the tokens that end a turn, {form.ends}. Add "
-            "the token that the template writes there to eos_token_id in generation_config.json."
+            f"after a tool call, the policy's chat template writes none of the tokens that end a turn ({form.ends}), "
+            "so a turn with a call would not end. Add the token that the template writes there to eos_token_id in "
+            "generation_config.json."
         )
     if end is None and answered:
         [last] = form.render([[form.encode_message(QUESTION), turn]], generation_prompt=False)
@@ -361,7 +364,7 @@ def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> t
 
 
 def _find_first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
-    """Return the match of the first end token in a text."""
+    """Return the match of the first end token of the format in a text, or None if there is none."""
     end_texts = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
     return re.search("|".join(map(re.escape, sorted(end_texts, key=len, reverse=True))), text)
 
@@ -371,7 +374,7 @@ def text_of(content: Content) -> str:
     """Return the text of a message's content. Raises ValueError if the content contains an image."""
     parts = (content,) if isinstance(content, str) else content or ()
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError("an observation of an environment must be text, found an image")
+        raise ValueError("an observation of an environment must be text, but it contains an image")
     return "".join(map(str, parts))
 
 

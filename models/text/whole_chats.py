@@ -42,18 +42,18 @@ CHATS_AT_A_TIME: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Place of a trained turn in a rendered chat, in characters."""
+    """Range of a trained turn of the assistant in a rendered chat, in characters."""
 
     begin: int
     end: int
     resumes: int | None = None
-    """Index at which the text after the turn begins, if the template does not end the turn with a token that ends
-    completions. Such a token is then inserted. None if it does."""
+    """Index at which the text after the turn begins, or None if the template ends the turn with a token that ends
+    completions. If it does not, such a token is inserted after the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """Rendered chat, with the turns that are trained."""
+    """Rendered chat, with the ranges of the turns that are trained."""
 
     text: str
     turns: tuple[Turn, ...]
@@ -68,11 +68,8 @@ class _Piece:
 
 
 class ChatEncoder:
-    """Encoder of whole chats for one tokenizer.
-
-    `ends` are the tokens that end a completion according to the generation config, and `processor` prepares the images
-    of a policy that reads images.
-    """
+    """Encoder of whole chats as model inputs for supervised fine-tuning. `ends` are the tokens that end a completion
+    according to the generation config, and `processor` prepares the images of a vision-language policy."""
 
     def __init__(
         self,
@@ -102,11 +99,11 @@ class ChatEncoder:
         self._control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
 
     def encode(self, chats: Sequence[TrainingChat]) -> list[list[ModelInput]]:
-        """Return the model inputs of each chat.
+        """Return the model inputs of each chat. Each trained token is trained in exactly one input. Raises BadInput
+        that lists all chats that cannot be encoded.
 
         A chat has one input, or one for each turn that is the first after images, because images are always part of a
-        prompt. Each trained token is trained in exactly one of them. Raises BadInput that lists all chats that cannot
-        be encoded.
+        prompt.
         """
         encoded, input_errors = list[list[ModelInput]](), InputErrors()
         for start in range(0, len(chats), CHATS_AT_A_TIME):
@@ -120,8 +117,8 @@ class ChatEncoder:
     def _render(
         self, chats: Sequence[TrainingChat], input_errors: InputErrors
     ) -> Iterator[tuple[TrainingChat, RenderedChat, Marks | None]]:
-        """Yield each chat with its rendered text and the marks of control tokens in its texts. Invalid chats are added
-        to `input_errors`."""
+        """Yield each valid chat with its rendered form, and with the marks that replace the control tokens in its
+        texts. Invalid chats are added to `input_errors`."""
         prepared = []
         for chat in chats:
             with input_errors.collect(chat.source):
@@ -140,7 +137,8 @@ class ChatEncoder:
                 yield chat, rendered, marks
 
     def _prepare(self, chat: TrainingChat) -> tuple[Marks | None, list[dict[str, object]], TemplateArguments]:
-        """Return a chat in the format of chat templates, in which marks replace control tokens in texts."""
+        """Return the marks, the messages and the template arguments of a chat in the format of chat templates. The
+        marks replace the control tokens in texts, or are None if there are no such tokens."""
         if chat.images and self._processor is None:
             raise BadInput(f"{chat.source}: the chat has images ({len(chat.images)}), but the policy reads only text")
         messages: tuple[Message, ...] = chat.messages
@@ -158,14 +156,15 @@ class ChatEncoder:
         return marks, [message.encode() for message in messages], arguments
 
     def _render_chat(self, chat: Chat, arguments: TemplateArguments, source: str) -> RenderedChat:
-        """Return the rendered chat with its trained turns."""
+        """Return the rendered chat with the ranges of its trained turns. `source` names the chat in messages."""
         if not marks_generation(self._tokenizer, tools=arguments.tools):
             return self._find_turns(chat, arguments, source)
         [marked] = render_marked_chats([chat], self._tokenizer, tools=arguments.tools, kwargs=arguments.kwargs)
         return self._read_blocks(marked, source)
 
     def _read_blocks(self, whole: MarkedChat, source: str) -> RenderedChat:
-        """Return a chat whose template marks the turns of the assistant."""
+        """Return a rendered chat whose trained turns are the parts that the chat template marks as generated. Raises
+        BadInput if the template marks no turn."""
         turns = [Turn(begin, end) for begin, end in whole.spans if begin < end]
         if not turns:
             raise BadInput(
@@ -174,10 +173,8 @@ class ChatEncoder:
         return RenderedChat(whole.text, tuple(turns[-1:] if self._loss == "last" else turns))
 
     def _find_turns(self, chat: Chat, arguments: TemplateArguments, source: str) -> RenderedChat:
-        """Render a chat whole and up to each turn, and return it with the places of its turns.
-
-        Raises BadInput if the prompt of a turn is not a prefix of the whole chat.
-        """
+        """Render a chat whole and up to each turn of the assistant, and return it with the ranges of these turns.
+        Raises BadInput if the prompt of a turn is not a prefix of the whole chat."""
         [whole] = self._render_texts([chat], arguments, generation_prompt=False)
         if not self._needs_turns:
             return RenderedChat(whole, ())
@@ -205,18 +202,17 @@ class ChatEncoder:
         )
 
     def _end_turn(self, begin: int, end: int, whole: str) -> Turn:
-        """Return a turn without an end token. If the template writes another control token after it, like `<|end|>` of
-        GPT-OSS, that token is left out, as between the turns of an episode."""
+        """Return the range of a turn after which the template writes no known end token. If the template writes another
+        control token after the turn, like `<|end|>` of GPT-OSS, that token is left out, as between the turns of an
+        episode."""
         other = self._control.special.exact.match(whole, end) if self._ends_last_turn else None
         return Turn(begin, end, resumes=end if other is None else other.end())
 
     def _find_ends_of_contents(
         self, chat: Chat, turns: Sequence[int], whole: str, arguments: TemplateArguments, source: str
     ) -> list[int]:
-        """Return the index in the rendered chat at which the content of each of these turns ends.
-
-        The template writes no token at the end of these turns, so the chat is rendered with a word after the content.
-        """
+        """Return the index in the rendered chat `whole` at which the content of each of these turns ends. The template
+        writes no token at the end of these turns, so the chat is rendered again with a word after the content."""
         if not turns:
             return []
         marked: list[Chat] = [
@@ -250,7 +246,8 @@ class ChatEncoder:
 
     # ---- encoding
     def _build_inputs(self, chat: TrainingChat, rendered: RenderedChat, marks: Marks | None) -> list[ModelInput]:
-        """Return the inputs of a rendered chat. Raises BadInput if images and placeholders do not match."""
+        """Return the model inputs of a rendered chat. Raises BadInput if the images do not match the image placeholders
+        in the text."""
         pieces = self._encode_pieces(rendered, marks)
         if self._loss == "all":
             tokens = [token for piece in pieces for token in piece.tokens]
@@ -263,7 +260,8 @@ class ChatEncoder:
         return self._split_at_images(chat, pieces)
 
     def _split_at_images(self, chat: TrainingChat, pieces: Sequence[_Piece]) -> list[ModelInput]:
-        """Return the inputs of a chat: the pieces after each piece with images, preceded by all earlier tokens."""
+        """Return the model inputs of a chat. A new input begins after each piece of text with images, and its prompt
+        contains all earlier tokens."""
         headers = [
             read_header(image, where=f"{chat.source}: image {number}")
             for number, image in enumerate(chat.images, start=1)
@@ -320,7 +318,8 @@ class ChatEncoder:
         return pieces
 
     def _encode_between(self, text: str, cuts: Sequence[int], marks: Marks | None) -> list[list[int]]:
-        """Return the tokens of a text in parts that are separated by the cuts, which are in ascending order."""
+        """Return the tokens of a text in parts that are separated at the character indices `cuts`, which are in
+        ascending order."""
         tokens, places = self._encode_with_cuts(text, cuts, marks)
         if len(places) == len(cuts):
             return [tokens[begin:end] for begin, end in pairwise([0, *places, len(tokens)])]
@@ -329,8 +328,8 @@ class ChatEncoder:
         return before + self._encode_between(text[crossed:], [cut - crossed for cut in rest], marks)
 
     def _encode_with_cuts(self, text: str, cuts: Sequence[int], marks: Marks | None) -> tuple[list[int], list[int]]:
-        """Return the tokens of a text, and the number of tokens before each cut, up to the first cut that is inside a
-        token."""
+        """Return the tokens of a text, and the number of tokens before each character index in `cuts`, up to the first
+        index that is inside a token."""
         places = list[int]()
         if marks is not None and marks.occur_in(marks.decode(text)):
             heads = [text[:cut] for cut in cuts]
@@ -356,8 +355,8 @@ class ChatEncoder:
 def enforce_chat_length(
     inputs: Sequence[list[ModelInput]], sources: Sequence[str], *, context: int, too_long: Literal["refuse", "drop"]
 ) -> list[list[ModelInput]]:
-    """Return the inputs of the chats that fit the policy's context of `context` tokens. "refuse" raises BadInput that
-    lists all other chats, "drop" leaves them out."""
+    """Handle chats with an input of more than `context` tokens: "drop" leaves them out, "refuse" raises BadInput that
+    lists them. Returns the inputs of the remaining chats. Raises BadInput if no chat remains."""
     kept, input_errors = list[list[ModelInput]](), InputErrors()
     for each, source in zip(inputs, sources, strict=True):
         length = max(map(len, each))

@@ -32,7 +32,8 @@ class StateLayout(Settings):
     world_size: int
     """Number of ranks that share the state."""
     zero_stage: int
-    """DeepSpeed's ZeRO stage (0 to 3), which determines what is sharded over the ranks."""
+    """DeepSpeed's ZeRO stage (0 to 3), which determines whether optimizer state, gradients and weights are sharded over
+    the ranks."""
     dtype: str
     """Data type of the weights: "float32" or "bfloat16"."""
     optimizer: str = "adamw"

@@ -88,7 +88,7 @@ def take_step(
         floor=0.1,
     )
     if not isfinite(norm := trainer.step(rate)):
-        raise Quarantined(f"{where}: the gradient norm is {norm}, but it must be finite. Lower learning_rate")
+        raise Quarantined(f"{where}: the gradient norm is {norm}, which is not finite. Lower learning_rate")
 
 
 def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:

@@ -52,7 +52,7 @@ def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer
 
 
 def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> Optimizer:
-    """Build AdamW with moments stored in 8 bits, in blocks of 256 values (arXiv 2110.02861)."""
+    """Build the optimizer AdamW with moments stored in 8 bits, quantized in blocks of 256 values (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
     optimizer = AdamW8bit(

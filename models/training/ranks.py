@@ -76,8 +76,8 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise BadInput(
-                f"update rank {rank} of {world_size}: this process is already rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}. Another group needs another process"
+                f"this process was started as update rank {rank} of {world_size}, but it is already rank "
+                f"{dist.get_rank()} of {dist.get_world_size()} in another group. Start a new process for each group"
             )
         return Ranks(
             rank=rank,

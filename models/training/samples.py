@@ -77,9 +77,10 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         if len(damaged_rows):
             row = int(damaged_rows[0])
             raise Damaged(
-                f"sample {row} has {lengths[row]} tokens, of which {prompts[row]} belong to the prompt. A prompt needs "
-                f"at least one, and {column} needs one value per completion token, but has "
-                f"{max(0, _list_lengths(table, column)[row])}"
+                f"row {row} of the sample shards has {lengths[row]} tokens, of which {prompts[row]} belong to the "
+                f"prompt. A prompt needs at least one token, and the column {column} needs one value per completion "
+                f"token, but it has {max(0, _list_lengths(table, column)[row])}. Restore the shard from a copy of the "
+                "run"
             )
     return TrainingSamples(
         table=table,

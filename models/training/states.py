@@ -81,7 +81,7 @@ class StateWriter:
                 complete_bundle(self._store, ref, contents)
 
     def close(self) -> None:
-        """Finish the writes in progress and end the thread."""
+        """Finish the writes in progress and end the background thread."""
         self._thread.shutdown()
 
     def _write(self, moments: Moments, ref: BundleRef, contents: Contents) -> None:
@@ -123,17 +123,22 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
     current = _build_layout(update, ranks)
     stored = StateLayout.model_validate_json((fetch_bundle_files(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
     if stored.dtype != current.dtype:
-        raise BadInput(f"optimizer state {ref.key} is for {stored.dtype} weights, but update.dtype is {current.dtype}")
+        raise BadInput(
+            f"the optimizer state {ref.key} was written for {stored.dtype} weights, but update.dtype is "
+            f"{current.dtype}. Set update.dtype to {stored.dtype!r}"
+        )
     if stored.optimizer != current.optimizer:
         raise BadInput(
-            f"optimizer state {ref.key} is of {stored.optimizer}, but update.optimizer is {current.optimizer}"
+            f"the optimizer state {ref.key} was written by the optimizer {stored.optimizer}, but update.optimizer is "
+            f"{current.optimizer}. Set update.optimizer.kind to {stored.optimizer!r}"
         )
     is_whole = stored.zero_stage == current.zero_stage == 0  # every rank has all of the state
     if stored != current and not is_whole and current.optimizer != "adamw":
         raise BadInput(
-            f"optimizer state {ref.key}: {current.optimizer} can continue only with the same number of ranks and ZeRO "
-            f"stage. The state has {stored.world_size} ranks at stage {stored.zero_stage}, but the update has "
-            f"{current.world_size} at stage {current.zero_stage}"
+            f"the optimizer state {ref.key} was written by {stored.world_size} ranks at ZeRO stage "
+            f"{stored.zero_stage}, but the update has {current.world_size} ranks at stage {current.zero_stage}. The "
+            f"optimizer {current.optimizer} can only continue with the same numbers. Set pools.update_ranks and "
+            "update.zero_stage back"
         )
     if is_whole and stored != current:
         stored, ranks = current, replace(ranks, rank=0)
@@ -147,7 +152,10 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
             files = [directory / name for name in names]
             moments = convert_state(files, stored, current, rank=ranks.rank, sizes=trainer.sizes, shapes=trainer.shapes)
     except SafetensorError as error:
-        raise Damaged(f"optimizer state {ref.key}, rank {ranks.rank}: {error}") from error
+        raise Damaged(
+            f"the optimizer state {ref.key} of rank {ranks.rank} cannot be read: {error}. Restore the file from a "
+            "copy of the run"
+        ) from error
     trainer.load_moments(moments)
 
 

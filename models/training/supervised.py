@@ -34,18 +34,19 @@ from models.vision.processor import VisionProcessor, load_processor
 
 @dataclass(frozen=True, slots=True)
 class SupervisedData:
-    """Encoded examples of a fine-tuning. They are the same on every rank."""
+    """Encoded examples for supervised fine-tuning. They are the same on every rank."""
 
     steps: Sequence[Sequence[ModelInput]]
-    """Inputs of each optimizer step."""
+    """Model inputs of each optimizer step."""
     heldout: Sequence[ModelInput] = ()
-    """Inputs on which the loss is measured before and after the training."""
+    """Model inputs on which the loss is measured before and after training."""
     is_packed: bool = False
-    """Whether inputs of different lengths share a forward pass without padding."""
+    """Whether sequences of different lengths are concatenated in one row of a forward pass, without padding."""
 
     @staticmethod
     def split(inputs: Sequence[ModelInput], warmup: WarmupConfig) -> "SupervisedData":
-        """Return the data of a fine-tuning on inputs that are in the order of training."""
+        """Return the data for fine-tuning on `inputs`, which are in the order of training, with `warmup.batch_size` of
+        them per optimizer step."""
         size = warmup.batch_size
         return SupervisedData([inputs[step * size : (step + 1) * size] for step in range(warmup.steps)])
 
@@ -54,15 +55,14 @@ class TrainedForward(Protocol):
     """Function that computes the log-prob of each completion token of a micro-batch. `imitation_loss` calls it."""
 
     def __call__(self, batch: MicroBatch, /, *, loss_gradient: LossGradient | None) -> Tensor:
-        """Return the log-probs. `loss_gradient` is the gradient of the loss with respect to them."""
+        """Return the log-prob of each completion token. `loss_gradient` returns the gradient of the loss with respect
+        to these log-probs."""
         ...
 
 
 def encode_examples(examples: Sequence[Example], directory: Path, *, rules: TextRules) -> list[ModelInput]:
-    """Encode warm-up examples for a policy. The directory contains its tokenizer, image settings and end tokens.
-
-    Raises BadInput if an example does not fit the policy.
-    """
+    """Encode supervised fine-tuning (warm-up) examples for a policy. `directory` contains the policy's tokenizer, image
+    settings and end tokens. Raises BadInput if an example does not fit the policy."""
     processor, ends = load_processor(directory), stated_ends(generation_settings(directory))
     tokenizer = load_tokenizer(directory)
     inputs = example_inputs(examples, tokenizer, source="warm-up example", processor=processor, rules=rules, ends=ends)
@@ -73,11 +73,9 @@ def encode_examples(examples: Sequence[Example], directory: Path, *, rules: Text
 def encode_chats(
     chats: Sequence[TrainingChat], directory: Path, *, loss: TrainedTurns, rules: TextRules
 ) -> list[list[ModelInput]]:
-    """Encode whole chats for a policy: the inputs of each chat. The directory contains the policy's tokenizer, image
-    settings and end tokens.
-
-    Raises BadInput if a chat does not fit the policy.
-    """
+    """Encode whole chats for supervised fine-tuning of a policy. Returns the model inputs of each chat. `directory`
+    contains the policy's tokenizer, image settings and end tokens, and `loss` selects the trained turns. Raises
+    BadInput if a chat does not fit the policy."""
     encoder = ChatEncoder(
         load_tokenizer(directory),
         loss=loss,
@@ -98,11 +96,9 @@ def fine_tune(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Fine-tune on the inputs of `encode_examples` or `encode_chats`, in order, for all warm-up steps.
-
-    `directory` contains the image settings. Raises Quarantined if a gradient norm is not finite, and BadInput if the
-    data is packed but the model does not support it. Collective: every rank must call this.
-    """
+    """Fine-tune a policy on encoded examples or chats, in order, for all warm-up steps. `directory` contains the
+    policy's image settings. Raises Quarantined if a gradient norm is not finite, and BadInput if the data is packed but
+    the model does not support it. Collective: every rank must call this."""
     if data.is_packed and not trainer.shares_prompts:
         raise BadInput(
             "warmup.chats.packing = true is not supported by the policy's architecture, because tokens of different "
@@ -136,11 +132,9 @@ def fine_tune_on_inputs(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Fine-tune on encoded examples, in order, for all warm-up steps.
-
-    `sequences` is a function that returns the lengths of inputs, from which micro-batches are planned. Raises
-    Quarantined if a gradient norm is not finite. Collective: every rank must call this.
-    """
+    """Fine-tune a policy on encoded examples, in order, for all warm-up steps. `sequences` is a function that returns
+    the lengths of inputs, from which micro-batches are planned. Raises Quarantined if a gradient norm is not finite.
+    Collective: every rank must call this."""
     divide = fill_microbatches if data.is_packed else pack_groups
 
     def plan(selected: Sequence[ModelInput]) -> tuple[Rows, ...]:
@@ -174,7 +168,8 @@ def fine_tune_on_inputs(
 
 
 def _measure(run: Callable[..., Tensor], data: SupervisedData, ranks: Ranks) -> float | None:
-    """Return the loss on the held-out inputs, or None if there are none. Collective: every rank must call this."""
+    """Return the loss on the held-out inputs, or None if there are none. `run` computes a rank's share of the loss.
+    Collective: every rank must call this."""
     if not data.heldout:
         return None
     with torch.no_grad():
@@ -184,13 +179,15 @@ def _measure(run: Callable[..., Tensor], data: SupervisedData, ranks: Ranks) -> 
 
 
 def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
-    """Raise BadInput if a completion contains a token that the policy never generates, such as an image placeholder."""
+    """Raise BadInput if the completion of an input contains a token that a vision-language policy never generates, such
+    as an image placeholder."""
     banned = () if processor is None else processor.banned
     for row, each in enumerate(inputs if banned else ()):
         placeholders = np.intersect1d(each.completion, banned)
         if len(placeholders):
             raise BadInput(
-                f"warm-up example {row}: the completion contains token {placeholders[0]}, which policies never generate"
+                f"warm-up example {row}: the completion contains the image placeholder token {placeholders[0]}, which "
+                "policies never generate. Remove it from the answer"
             )
 
 
@@ -204,10 +201,8 @@ def _run_step(
     callbacks: TrainingCallbacks,
     trains: bool,
 ) -> Tensor:
-    """Run this rank's forward passes, and backward passes if `trains` is set. Return the rank's share of the loss.
-
-    The loss is the weighted mean over the completion tokens of all inputs.
-    """
+    """Run this rank's forward passes of one fine-tuning step, and the backward passes if `trains` is set. Return the
+    rank's share of the loss, which is the weighted mean over the completion tokens of all inputs."""
     weight = 1 / sum(len(each.trained_positions) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(microbatches):
@@ -223,10 +218,8 @@ def _run_step(
 def imitation_loss(
     forward: TrainedForward, inputs: Sequence[ModelInput], *, weight: float, is_packed: bool, device: torch.device
 ) -> Tensor:
-    """Return the cross-entropy of one micro-batch: the sum over its completion tokens, times `weight`.
-
-    With `is_packed`, all inputs are in a single row, and attention separates them.
-    """
+    """Return the cross-entropy of one micro-batch: the sum over its completion tokens, times `weight`. With
+    `is_packed`, all inputs are concatenated in a single row, and each token attends only to its own input."""
     weights_N = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(each.weights for each in inputs)]))
     weights_N = weights_N.to(device)
     loss_gradient = partial(_shares_at, weights_N * -weight) if torch.is_grad_enabled() else None
@@ -235,8 +228,6 @@ def imitation_loss(
 
 
 def _shares_at(shares_N: Tensor, logprobs_C: Tensor, places_C: Tensor) -> Tensor:
-    """Return the gradient of a weighted sum of log-probs with respect to the log-probs at indices `places_C`.
-
-    The gradient consists of the weights `shares_N`. The log-probs are an argument only because other losses need them.
-    """
+    """Return the gradient of a weighted sum of log-probs with respect to some of them: the weights `shares_N` at the
+    indices `places_C`. The log-probs are an argument only because the head passes them to every such function."""
     return shares_N[places_C]

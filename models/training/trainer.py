@@ -158,7 +158,7 @@ class Trainer:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the model supports micro-batches that are a single row of several sequences."""
+        """Whether the model supports micro-batches in which several sequences are concatenated in a single row."""
         return self._module.shares_prompts
 
     @property
@@ -218,8 +218,9 @@ class Trainer:
             for name in _LIKE_WEIGHTS:
                 if name in state and state[name].shape != partition.shape:
                     raise Damaged(
-                        f"optimizer state {name}.{index}: expected shape {tuple(partition.shape)}, "
-                        f"found {tuple(state[name].shape)}"
+                        f"the tensor {name}.{index} of the optimizer state must have the shape "
+                        f"{tuple(partition.shape)}, but it has {tuple(state[name].shape)}. Restore the state from a "
+                        "copy of the run"
                     )
             if (master := moments.get(f"master.{index}")) is not None:
                 partition.data.copy_(master)
@@ -230,7 +231,10 @@ class Trainer:
             }
             expected += len(state)
         if expected != len(moments):
-            raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
+            raise Damaged(
+                f"the optimizer state must have {expected} tensors for this configuration, but it has {len(moments)}. "
+                "Restore the state from a copy of the run"
+            )
 
     def close(self) -> None:
         """Release the engine's memory. Without this call, DeepSpeed's hooks would keep an unused engine alive."""

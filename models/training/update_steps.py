@@ -84,7 +84,7 @@ class StepStatistics:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses, gradients and loss inputs were finite."""
+        """Whether all losses, gradients and inputs of the loss were finite."""
         return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
 
     @classmethod
@@ -354,10 +354,8 @@ def take_value_steps(
 
 
 def value_metrics(statistics: StepStatistics) -> dict[str, float]:
-    """Return the metrics of the critic's update: losses, gradient norms, explained variance and error.
-
-    Explained variance and error measure the critic's predictions before the update.
-    """
+    """Return the metrics of the critic's update: losses, gradient norms, and the explained variance and error of the
+    values that the critic predicted before the update."""
     return {
         "value_loss": statistics.sums["loss"] / len(statistics.grad_norms),
         "value_clip_fraction": statistics.sums["clipped"] / statistics.sums["fit_tokens"],

@@ -164,8 +164,9 @@ class ResidentTrainer:
         off, length = (_compute_distance(trainer.weights(), reference) for reference in (weights, start_weights))
         if any_rank(not off <= NEAR * length, self._ranks):
             raise Damaged(
-                f"policy {version.version}: its update was repeated on other ranks, and the weights differ by "
-                f"{off / length if length else math.inf:.0%} of the update's length, but at most {NEAR:.0%} is allowed"
+                f"policy {version.version}: the update was repeated on another number of ranks, and the new weights "
+                f"differ from the stored ones by {off / length if length else math.inf:.0%} of the update's length, "
+                f"but only {NEAR:.0%} is allowed. Resume with the original pools.update_ranks"
             )
         trainer.load_moments(moments)
         return trainer
@@ -205,8 +206,9 @@ def check_repeated_update(found: ModelVersion, expected: ModelVersion, *, iterat
     `expected`."""
     if found != expected:
         raise Damaged(
-            f"iteration {iteration}: its update was repeated from its samples to restore the optimizer state, but it "
-            f"led to {_describe(found)} instead of {_describe(expected)}. Samples, code or libraries have changed"
+            f"iteration {iteration}: the update was computed again from its stored samples to restore the optimizer "
+            f"state, but the result is {_describe(found)} instead of the stored {_describe(expected)}. The samples, "
+            "the code or the libraries have changed. Use the versions with which the iteration was trained"
         )
 
 
@@ -345,7 +347,7 @@ class LoadedModels:
         return self._teacher[1]
 
     def close(self) -> None:
-        """Release the memory of the models under training."""
+        """Release the memory of the policy and the critic under training."""
         self.policy.close()
         self.critic.close()
 

@@ -106,7 +106,7 @@ def _check_file(path: Path, limit: int) -> None:
     if not path.is_file():
         return
     if (size := path.stat().st_size) > limit:
-        raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
+        raise BadInput(f"{path}: the file has {size} bytes, but at most {limit} bytes are read. Use another model")
     if is_lfs_pointer(path):
         raise BadInput(f"{path} {FETCH_LFS}.")
 
@@ -119,17 +119,19 @@ def _check_links(directory: Path) -> None:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.is_symlink() and not _is_within(target := _resolve_link(path), root):
                 raise BadInput(
-                    f"{directory / path.relative_to(root)}: this is a symbolic link to {target}, outside of the "
-                    "directory. Replace the link by a copy of the file."
+                    f"{directory / path.relative_to(root)} is a symbolic link to {target}, which is outside of the "
+                    "model directory. Replace the link by a copy of the file."
                 )
 
 
 def _resolve_link(path: Path) -> Path:
-    """Resolve a link. Raises BadInput if its target does not exist."""
+    """Return the target of a link. Raises BadInput if the target does not exist."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
-        raise BadInput(f"{path}: the symbolic link cannot be resolved: {error}") from error
+        raise BadInput(
+            f"{path}: the symbolic link cannot be resolved: {error}. Replace the link by a copy of the file"
+        ) from error
 
 
 def _is_within(target: Path, root: Path) -> bool:
@@ -179,7 +181,8 @@ def _check_sizes(config: dict[str, object], path: Path) -> None:
             _require_at_most(value, MAX_SIZE, at, path)
     if layers * experts > MAX_MODULES:
         raise BadInput(
-            f"{path}: layers times experts may be at most {MAX_MODULES} experts, found {layers} times {experts}"
+            f"{path}: the model has {layers} layers x {experts} experts, but at most {MAX_MODULES} experts in total "
+            "are allowed. Use a smaller model"
         )
 
 
@@ -189,7 +192,7 @@ def _require_at_most(value: float, limit: int, at: str, path: Path) -> int:
     if not value <= limit:
         digits = str(value)
         digits = digits if len(digits) < 20 else f"{digits[:12]}… ({len(digits)} digits)"
-        raise BadInput(f"{path}: {at}: expected at most {limit}, found {digits}")
+        raise BadInput(f"{path}: {at} is {digits}, but at most {limit} is allowed. Use a smaller model")
     return int(max(value, 1))
 
 
@@ -204,7 +207,7 @@ def _check_code(config: dict[str, object], path: Path) -> None:
             _check_choice(value, EXPERTS, at, path)
         elif name in ("dtype", "torch_dtype") and isinstance(value, str) and not _PRECISION.fullmatch(value):
             raise BadInput(
-                f"{path}: {at}: expected a precision such as float32, bfloat16 or float16, found {value[:80]!r}. "
+                f"{path}: {at} is {value[:80]!r}, but it must be a precision such as float32, bfloat16 or float16. "
                 "Write the precision of the weights, or remove the setting."
             )
         elif name == "quantization_config" and isinstance(value, dict):
@@ -226,7 +229,8 @@ def _check_known(kind: object, path: Path) -> None:
 
 
 def _check_quantization(settings: dict[str, object], at: str, path: Path) -> None:
-    """Raise BadInput if loading the quantized weights would download kernels."""
+    """Raise BadInput if the quantization settings would make transformers download kernels. `at` is the path of the
+    settings in config.json."""
     method = settings.get("quant_method")
     if method in FETCHING and settings.get("dequantize") is not True:
         raise BadInput(
@@ -241,6 +245,6 @@ def _check_choice(value: object, allowed: Sequence[str], at: str, path: Path) ->
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and each not in allowed:
             raise BadInput(
-                f"{path}: {at}: expected one of {', '.join(allowed)}, found {str(each)[:80]!r}. Kernels are never "
-                "downloaded and run. Remove the setting."
+                f"{path}: {at} is {str(each)[:80]!r}, which would download and run a kernel. Use one of "
+                f"{', '.join(allowed)}, or remove the setting."
             )

@@ -42,7 +42,7 @@ ROTATED, DEEP_COLOR, INK = "rotated", "color with 16 bits", "CMYK"
 READINGS: Final = (ROTATED, DEEP_COLOR, INK)
 """Kinds of images that are stored unchanged but decoded differently than their file may suggest."""
 UNSIGNED, SIGNED = 1, 2
-"""Values of the TIFF tag SampleFormat."""
+"""Values of the TIFF tag SampleFormat for unsigned and signed integers."""
 WHITE_IS_ZERO: Final = 0
 """Value of the TIFF tag PhotometricInterpretation for images in which 0 is white."""
 KEY_FACTORS: Final = {"L;2": 85, "L;4": 17}
@@ -112,7 +112,7 @@ class _GrayFormat(NamedTuple):
     kind: str
     """Kind of conversion that the image needs, one of `CONVERSIONS`."""
     bits: int = 16
-    """Number of bits of a gray level."""
+    """Number of bits in which a gray level is stored."""
     signed: bool | None = None
     """Whether gray levels are signed, or None if Pillow already decodes the sign."""
     inverted: bool = False
@@ -198,7 +198,7 @@ def convert_to_rgb(
 
 
 def _compose(layer: Image.Image, background: str) -> Image.Image:
-    """Compose an RGBA image on the background color, and return it in mode RGB."""
+    """Draw an RGBA image over the background color, and return the result in mode RGB."""
     ground = Image.new("RGBA", layer.size, (*ImageColor.getrgb(background)[:3], 255))
     return Image.alpha_composite(ground, layer).convert("RGB")
 

@@ -48,7 +48,7 @@ class Parts:
     images: Any
     """Image processor of the model, from transformers."""
     token: Callable[[int], str]
-    """Function that returns the text of a token ID."""
+    """Function that returns the text of a token, given its ID."""
 
     @property
     def image_token(self) -> str:
@@ -104,7 +104,7 @@ def _idefics3(parts: Parts, size: ImageSize) -> str:
 def _llava(parts: Parts, size: ImageSize) -> str:
     vision, image_size = parts.config.vision_config, parts.images.crop_size or parts.images.size
     if "height" not in image_size:
-        raise BadInput("preprocessor_config.json: crop_size, or size with height and width, must be set")
+        raise BadInput("preprocessor_config.json sets no image size. Set crop_size, or size with height and width")
     tokens = (image_size["height"] // vision.patch_size) * (image_size["width"] // vision.patch_size)
     has_class_token = vision.model_type == "clip_vision_model"
     tokens += has_class_token - (parts.config.vision_feature_select_strategy == "default")

@@ -30,5 +30,8 @@ def frozen_names(names: Iterable[str], freeze: Iterable[Part], *, kind: str) -> 
     parts = {name: part_of(name) for name in names}
     for part in freeze:
         if part not in parts.values():
-            raise BadInput(f"update.freeze {part!r}: {kind} has no such part. A text model has only 'language'.")
+            raise BadInput(
+                f"update.freeze contains {part!r}, but {kind} has no such part. A text model has only 'language'. "
+                "Remove it."
+            )
     return [name for name, part in parts.items() if part in freeze]

@@ -83,8 +83,8 @@ class VisionProcessor:
         places = [at for at, token in enumerate(tokens) if token == self.place_id]
         if len(places) != len(sizes):
             raise ValueError(
-                f"the number of placeholders {self.placeholder} in the prompt is {len(places)}, but the number of "
-                f"images is {len(sizes)}"
+                f"the prompt contains the placeholder {self.placeholder} {len(places)} times, but it has {len(sizes)} "
+                "images. The numbers must be equal"
             )
         expanded: list[int] = []
         begin = 0
@@ -106,7 +106,8 @@ class VisionProcessor:
             at = next((at for at in starts if [*tokens[at : at + len(image_tokens)]] == image_tokens), None)
             if at is None:
                 raise ValueError(
-                    f"expected the {len(image_tokens)} tokens of an image after token {begin}, found others"
+                    f"after token {begin}, which begins an image, the prompt must contain the {len(image_tokens)} "
+                    "tokens of the image, but other tokens follow"
                 )
             collapsed += [*tokens[begin:at], self.place_id]
             begin = at + len(image_tokens)
@@ -131,11 +132,8 @@ class VisionProcessor:
         return self.encode_image(size).count(self.image_id)
 
     def prepare(self, encoded: bytes) -> PreparedImage:
-        """Decode an image and compute the input arrays of the vision tower.
-
-        Raises ValueError if the bytes are not an image, or if every pixel of a frame would be 0, because the model
-        would treat the frame as padding.
-        """
+        """Decode an image and compute the input arrays of the vision tower. Raises ValueError if the bytes are not an
+        image, or if all values of a frame would be 0, because the model would treat the frame as padding."""
         image = decode_rgb(encoded)
         return self._prepare_image(image, tokens=self.count_tokens(ImageSize(*image.size)), options={})
 
@@ -159,7 +157,10 @@ class VisionProcessor:
         if pixels.ndim == 5:  # one row of frames for each image of a batch
             arrays = {name: array[0] for name, array in arrays.items()}
             if any(not frame.any() for frame in arrays["pixel_values"]):
-                raise ValueError("every pixel is 0 after normalization, so the model would treat the image as padding")
+                raise ValueError(
+                    "every pixel of the image is 0 after normalization, so the model would treat the image as "
+                    "padding. Use another image"
+                )
         return PreparedImage(arrays, tokens)
 
     def _append(self, expanded: list[int], more: Sequence[int]) -> None:
@@ -211,7 +212,8 @@ def load_processor(directory: Path) -> VisionProcessor | None:
         return None  # other checks report a directory that is not a model at all
     if not any((directory / name).is_file() for name in SETTINGS):
         raise BadInput(
-            f"policy {directory}: a {kind} reads images and needs {' or '.join(SETTINGS)}, but there is neither"
+            f"policy {directory}: a {kind} reads images, so the directory must contain {' or '.join(SETTINGS)}, but "
+            "neither exists. Copy the file from the original model"
         )
     from transformers import AutoConfig, AutoImageProcessor
 
@@ -223,7 +225,9 @@ def load_processor(directory: Path) -> VisionProcessor | None:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # the tokenizers library raises plain Exception
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"policy {directory}: the image processor cannot be loaded: {first}") from error
+        raise BadInput(
+            f"policy {directory}: the image processor cannot be loaded: {first}. Use a complete copy of the model"
+        ) from error
     return _build_processor(
         FAMILIES[kind], Parts(config, images, lambda token: str(tokenizer.id_to_token(token))), tokenizer, directory
     )
@@ -244,7 +248,10 @@ def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directo
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
-            raise BadInput(f"policy {directory}: config.json has {name} {token}, which the tokenizer does not contain")
+            raise BadInput(
+                f"policy {directory}: config.json sets {name} = {token}, but the tokenizer has no such token. Take "
+                "config.json and the tokenizer from the same checkpoint"
+            )
     return VisionProcessor(family, parts, tokenizer, ends=_ends(directory, tokenizer))
 
 

@@ -72,7 +72,8 @@ class VisionInputs:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """IDs of the tokens that the policy must never generate. Their probability is set to 0."""
+        """IDs of the tokens that the policy must never generate, such as image tokens. Their probability is set to
+        0."""
         return self.processor.banned
 
     def prepare(self, digest: str) -> PreparedImage:
@@ -276,8 +277,8 @@ def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[
     states = [_flat(each) for each in (features.pooler_output, *(getattr(features, "deepstack_features", None) or []))]
     if sizes is not None and len(states[0]) != sum(sizes):
         raise BadInput(
-            f"images of {sum(sizes)} tokens were encoded as {len(states[0])} states. The settings of the image "
-            "processor do not fit the model."
+            f"the images of a prompt have {sum(sizes)} tokens, but the vision tower encoded them as {len(states[0])} "
+            "states. The settings of the image processor (preprocessor_config.json) do not fit the model."
         )
     parts = zip(*(torch.split(each, len(each) if sizes is None else list(sizes)) for each in states), strict=True)
     one_tensor = isinstance(features.pooler_output, Tensor)

@@ -82,14 +82,18 @@ class JudgeWorker:
         """Load version `policy` of the judge's model unless it is already loaded, and return the digest of the loaded
         model. Raises BadInput if the judge is behind an endpoint."""
         if self._local is None:
-            raise BadInput(f"judge {self._term}: its model is behind an endpoint and cannot be loaded")
+            raise BadInput(
+                f"judge {self._term}: the model of the judge is behind an endpoint, so it cannot be loaded in this "
+                "process"
+            )
         if self._local.loaded_digest() != policy.digest:
             self._local.load(fetch_bundle(self._store, policy.weights), policy)
             logger.info("judge %s: loaded %s", self._term, policy.digest)
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the judge's model, so that another worker can use the GPU. The next work unit loads the
+        model again."""
         if self._local is not None:
             self._local.sleep()
 
@@ -106,7 +110,7 @@ class JudgeWorker:
         started = clock()
         if self._local is not None:
             if work.model is None:
-                raise BadInput(f"judge {self._term}: the work unit contains no model to judge with")
+                raise BadInput(f"judge {self._term}: the work unit does not name the model of the judge")
             self.take(work.model)
         if self._reward.images == "prompt":
             self._judge.show(Media(self._store, work.media))
@@ -137,7 +141,8 @@ class JudgeWorker:
         )
 
     def _add_rubrics(self, completions: list[JudgedCompletion], work: JudgeWork) -> list[JudgedCompletion]:
-        """Return the completions with the rubrics of their problems, if the judge uses rubrics."""
+        """Return the completions together with the rubrics (grading criteria) of their problems, if the judge uses
+        rubrics."""
         if not self._reward.uses_rubric:
             return completions
         if work.prompts is None:
@@ -176,7 +181,8 @@ class JudgeWorker:
     def _read_answers(
         self, judged: JudgedCompletion, answers: Sequence[Answer], num_steps: int
     ) -> tuple[Answer, Judgement]:
-        """Return the answer and the judgement of a vote. The answers to the criteria of a rubric are combined."""
+        """Return the judge's answer and the judgement for one vote on a completion. If the judge uses a rubric, the
+        answers to all of its criteria are combined."""
         judgements = [read_verdict(each, self._reward.answer_verdict, num_steps=num_steps) for each in answers]
         if not judged.rubric:
             return answers[0], judgements[0]
@@ -260,7 +266,7 @@ def _iter_rows(
 
 
 def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
-    """Return counts of the requests to the judge, of their tokens, and of valid and invalid votes."""
+    """Return the number of requests to the judge, of their tokens, and of valid and invalid votes."""
     spoken = [judged for judged in everything if not judged.is_blank]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {

@@ -220,7 +220,8 @@ class OfflineTrainer:
         ranks: Ranks,
         counts: Mapping[str, int] = {},
     ) -> Outcome:
-        """Fine-tune a model on encoded examples. `counts` are further metrics."""
+        """Fine-tune a model on encoded examples and publish it. `directory` contains the model's files, and `counts`
+        are added to the metrics."""
 
         def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             return fine_tune(

@@ -212,7 +212,10 @@ def _exclude_listed(
     names = zip(_names(problems, prompts), _names(problems, prompts, version=1), strict=True)
     remaining = [pair for pair, ids in zip(pairs, names, strict=True) if left_out.isdisjoint(ids)]
     if not remaining:
-        raise BadInput(f"data.exclude_ids_path {path} excludes all {len(problems)} problems. Remove some of its lines")
+        raise BadInput(
+            f"data.exclude_ids_path is {path}, which excludes all {len(problems)} problems of the data. Remove some "
+            "of its lines, or add problems"
+        )
     return [problem for problem, _ in remaining], [prompt for _, prompt in remaining]
 
 
@@ -247,7 +250,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
 
 
 def _messages(problem: Problem) -> list[dict[str, str | None]] | None:
-    """Return the messages of a chat, or None if the prompt is plain text."""
+    """Return the messages of a problem's chat prompt as dicts, or None if the prompt is plain text."""
     if isinstance(problem.prompt, str):
         return None
     return [{"role": each.role, "content": each.text, "name": each.name or None} for each in problem.prompt]

@@ -27,7 +27,8 @@ def read_chats(store: Store, prompts: ShardRef) -> list[Chat]:
 
 
 def read_rubrics(store: Store, prompts: ShardRef) -> list[Rubric]:
-    """Return the rubric of each prompt in a shard, in row order. Raises BadInput if a prompt has none."""
+    """Return the rubric (grading criteria) of each prompt in a shard, in row order. Raises BadInput if a prompt has no
+    rubric."""
     columns = read_shard(store, prompts)["columns"].to_pylist()
     try:
         return [parse_rubric(json.loads(row).get(RUBRIC)) for row in columns]

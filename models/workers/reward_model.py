@@ -59,7 +59,8 @@ class RewardModelWorker:
         return self._loaded
 
     def sleep(self) -> None:
-        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the reward model, so that another worker can use the GPU. The next work unit loads the
+        model again."""
         self._model, self._loaded = None, ""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -70,7 +71,7 @@ class RewardModelWorker:
         clock = time.perf_counter
         started = clock()
         if work.model is None:
-            raise BadInput(f"reward model {self._term}: the work unit contains no model to score with")
+            raise BadInput(f"reward model {self._term}: the work unit does not name the reward model's weights")
         self.take(work.model)
         loaded, before = clock(), self._steps
         rollouts = read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS)

@@ -38,7 +38,7 @@ from models.rollouts.groups import Group, build_table, fresh_groups, read_groups
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ".safetensors"
-"""Suffix of weight files. An engine verifies the digests of these files while it loads them."""
+"""File name extension of weights. An engine verifies the digests of such files while it loads them."""
 
 
 class RolloutWorker:
@@ -74,12 +74,14 @@ class RolloutWorker:
         return self._engine.progress + (0 if self._environment is None else self._environment.progress)
 
     def take(self, policy: ModelVersion) -> str:
-        """Load a policy unless the engine already serves it, and return the digest of the served policy."""
+        """Load policy version `policy` unless the engine already serves it, and return the digest of the served
+        policy."""
         self._load(policy)
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the policy's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the policy, so that another worker can use the GPU. The next work unit loads the policy
+        again."""
         self._engine.sleep()
         if self._environment is not None:
             self._environment.sleep()
@@ -157,7 +159,9 @@ class RolloutWorker:
             self._engine.record_experts(work.records_experts)
         elif work.records_experts:
             raise BadInput(
-                f"engine {self._engine.producer()} has no method `record_experts`, which update.router_replay needs"
+                "update.router_replay needs an engine that records the chosen experts, but the engine "
+                f"{self._engine.producer()} has no method `record_experts`. Remove update.router_replay, or use "
+                "another engine"
             )
         requests = [group.build_request(work.policy.version, work.partial) for group in drafts]
         if work.denoising is None:
@@ -173,7 +177,8 @@ class RolloutWorker:
         is 0."""
         if not isinstance(self._engine, ImageEngine):
             raise BadInput(
-                f"engine {self._engine.producer()} has no method `generate_images`, which text-to-image policies need"
+                "text-to-image policies need an engine that generates pictures, but the engine "
+                f"{self._engine.producer()} has no method `generate_images`. Set rollout.engine.kind = 'diffusers'"
             )
         trained_steps = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
         return self._engine.generate_images(requests, denoising, trained_steps)
@@ -184,7 +189,10 @@ class RolloutWorker:
         if not work.media:
             return
         if not isinstance(self._engine, VisionEngine):
-            raise BadInput(f"engine {self._engine.producer()} has no method `show`, which prompts with images need")
+            raise BadInput(
+                f"the prompts have images, but the engine {self._engine.producer()} cannot process images, because it "
+                "has no method `show`. Use another rollout.engine.kind"
+            )
         self._engine.show(Media(self._store, work.media))
 
     def _open_groups(self, work: RolloutWork) -> list[Group]:
@@ -236,10 +244,15 @@ def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
     if it is not in the shard."""
     rows = sorted(set(work.rows))
     if len(rows) < len(work.rows) or not (rows or continued) or continued & set(rows):
-        also = f" besides {sorted(continued)}, which are continued" if continued else ""
-        raise BadInput(f"rollout work needs one or more different prompt rows{also}, found {work.rows}")
+        also = f" or again besides the continued rows {sorted(continued)}" if continued else ""
+        raise BadInput(
+            f"a rollout work unit must list at least one prompt row, and no row twice{also}, but it lists {work.rows}"
+        )
     if rows and not 0 <= rows[0] <= rows[-1] < work.prompts.rows:
-        raise BadInput(f"rollout work needs rows of {work.prompts.key} below {work.prompts.rows}, found {work.rows}")
+        raise BadInput(
+            f"a rollout work unit must list rows of the prompt shard {work.prompts.key}, which has the rows 0 to "
+            f"{work.prompts.rows - 1}, but it lists {work.rows}"
+        )
     return rows
 
 

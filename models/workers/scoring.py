@@ -147,7 +147,10 @@ class ScoringWorker:
         if not self._scoring.process_terms:
             return [None] * rollouts.num_rows
         if work.tokenizer is None:
-            raise BadInput(f"scoring work: {', '.join(self._scoring.process_terms)} need the policy's tokenizer")
+            raise BadInput(
+                f"the rewards {', '.join(self._scoring.process_terms)} score steps or tokens, so the scoring work "
+                "unit must name the policy's tokenizer, but it does not"
+            )
         if self._tokenizer is None or self._tokenizer[0] != work.tokenizer.digest:
             tokenizer = open_tokenizer(fetch_bundle_file(self._store, work.tokenizer, "tokenizer.json"))
             self._tokenizer = work.tokenizer.digest, tokenizer
@@ -163,7 +166,10 @@ class ScoringWorker:
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
         if set(shards) != set(served) or len(shards) < len(work.verdicts):
             present = ", ".join(verdicts.term for verdicts in work.verdicts) or "none"
-            raise BadInput(f"scoring work needs the verdicts of {', '.join(served) or 'no reward'}, found {present}")
+            raise BadInput(
+                "a scoring work unit must contain one shard of verdicts for each of "
+                f"{', '.join(served) or 'no reward'}, but it contains {present}"
+            )
         return {
             term: _tally_verdicts(read_shard(self._store, shards[term]), rollouts, reward, term=term)
             for term, reward in served.items()
@@ -206,9 +212,9 @@ def _check_max_missing(scores: pa.Table, work: ScoringWork) -> None:
         return
     [(reason, count)] = Counter(scores["error"].drop_null().to_pylist()).most_common(1)
     raise Quarantined(
-        f"scores of iteration {work.iteration}: {scores['reward'].null_count} of {scores.num_rows} completions "
-        f"of a shard have no score, but scoring.max_missing allows only {work.max_missing} more in the iteration. The "
-        f"most frequent reason ({count} times) is: {reason}"
+        f"iteration {work.iteration}: {scores['reward'].null_count} of the {scores.num_rows} completions of a shard "
+        f"have no score, but scoring.max_missing allows only {work.max_missing} more in this iteration. The most "
+        f"frequent reason ({count} times) is: {reason}"
     )
 
 
@@ -251,8 +257,9 @@ def check_shortfall(credit: Credit, work: CreditWork) -> None:
         return
     informative, issued = (int(credit.metrics[name]) for name in ("informative_groups", "issued_groups"))
     raise Quarantined(
-        f"credit of iteration {work.iteration}: only {informative} of {issued} groups are informative after the last "
-        f"wave, but rollout.prompts needs {work.target}, and rollout.dynamic.on_shortfall is 'fail'"
+        f"iteration {work.iteration}: only {informative} of {issued} groups are informative (have different rewards) "
+        f"after the last wave, but rollout.prompts needs {work.target}, and rollout.dynamic.on_shortfall is 'fail'. "
+        "Use problems that are solved sometimes, raise rollout.dynamic.max_extra_waves, or set on_shortfall = 'fill'"
     )
 
 
@@ -263,7 +270,6 @@ def check_missing(credit: Credit, *, max_missing: float, iteration: int) -> None
     [(reason, count)] = credit.errors.most_common(1)
     missing, completions = int(credit.metrics["missing"]), int(credit.metrics["completions"])
     raise Quarantined(
-        f"credit of iteration {iteration}: {missing} of {completions} completions have no score, "
-        f"but scoring.max_missing allows at most {max_missing:.1%}. The most frequent reason ({count} times) is: "
-        f"{reason}"
+        f"iteration {iteration}: {missing} of {completions} completions have no score, but scoring.max_missing allows "
+        f"at most {max_missing:.1%}. The most frequent reason ({count} times) is: {reason}"
     )

@@ -66,7 +66,7 @@ class UpdateWorker:
         denoising: DenoisingConfig | None = None,
     ) -> None:
         if temperature <= 0:
-            raise BadInput(f"rollout.sampling.temperature is {temperature}, but training needs more than 0")
+            raise BadInput(f"rollout.sampling.temperature is {temperature}, but training needs more than 0. Raise it")
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._update = update
@@ -250,7 +250,7 @@ class UpdateWorker:
                 teacher.endpoint, directory=where, on_progress=self._on_progress, is_querying=queries_endpoint
             )
         if work.teacher is None:
-            raise BadInput(f"iteration {work.iteration}: the work unit contains no teacher model")
+            raise BadInput(f"iteration {work.iteration}: the work unit does not name the teacher's weights")
         return build_model_forward(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
     def _load_actor(self, work: UpdateWork, timer: StageTimer) -> Trainer:
@@ -289,7 +289,7 @@ class UpdateWorker:
             trainer = resident.load(versions[0])
             timer.end("load")
             for update, expected in zip(work.past, versions[1:], strict=True):
-                logger.info("iteration %d: its update is repeated from its samples", update.iteration)
+                logger.info("iteration %d: the update is computed again from its stored samples", update.iteration)
                 start_weights = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
                 learn(update, trainer)
                 version = resident.describe(versions[0], version=expected.version)
@@ -386,7 +386,7 @@ class UpdateWorker:
 
     def _require_models(self) -> LoadedModels:
         if self._models is None:
-            raise BadInput("update rank: join the other ranks before requesting work")
+            raise BadInput("this update rank received work before it was connected to the other ranks")
         return self._models
 
     def _on_progress(self) -> None:

@@ -27,13 +27,16 @@ def target_policy(config: TargetPlacement) -> Policy:
     where = f"placement target {config.target!r}"
     policy_class = find_target(config.target, where=where)
     if not inspect.isclass(policy_class):
-        raise BadInput(f"{where}: expected a class with plan(inputs) and drain(inputs), found {policy_class!r}")
+        raise BadInput(
+            f"{where} must be a class with the methods plan(inputs) and drain(inputs), found {policy_class!r}"
+        )
     try:
         policy = policy_class(**config.options)
     except Exception as error:  # a user-defined class may raise any exception
         options = ", ".join(f"{name}=…" for name in config.options)
         raise BadInput(
-            f"{where}: the call with the options ({options}) failed: {type(error).__name__}: {error}"
+            f"{where}: creating an object of the class with the options ({options}) failed: {type(error).__name__}: "
+            f"{error}. Correct placement.options or the class."
         ) from error
     for method in ("plan", "drain"):
         _check_method(policy, method, where)
@@ -44,13 +47,16 @@ def _check_method(policy: object, name: str, where: str) -> None:
     method = getattr(policy, name, None)
     if not callable(method) or inspect.iscoroutinefunction(method):
         near = nearest_name(name, (known for known in dir(policy) if not known.startswith("_")))
-        raise BadInput(f"{where}: expected a method {name}(inputs) that returns a Decision, found {method!r}{near}")
+        raise BadInput(
+            f"{where}: the class must have a method {name}(inputs) that returns a Decision, found {method!r}{near}"
+        )
     try:
         inspect.signature(method).bind("inputs")
     except TypeError as error:
         signature = inspect.signature(method)
         raise BadInput(
-            f"{where}: the method {name} must accept one argument, inputs, but is {name}{signature}: {error}"
+            f"{where}: the method {name} must accept one argument, inputs, but its signature is {name}{signature}: "
+            f"{error}"
         ) from error
 
 

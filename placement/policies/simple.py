@@ -132,5 +132,7 @@ def __getattr__(name: str) -> Callable[..., Decision]:
     if name not in _FORMER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function = _FORMER_NAMES[name]
-    warnings.warn(f"{name} is deprecated and will be removed. Use {function.__name__}.", FutureWarning, stacklevel=2)
+    warnings.warn(
+        f"{name} is deprecated and will be removed. Use {function.__name__} instead.", FutureWarning, stacklevel=2
+    )
     return function

@@ -141,7 +141,9 @@ def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
     try:
         run = MeasuredRun.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise BadInput(f"--stages {path}: {error.strerror}") from None
+        raise BadInput(
+            f"--stages {path} cannot be read: {error.strerror}. Name an output of `rheostat placement RUN --stages`."
+        ) from None
     except ValidationError:
         raise BadInput(
             f"--stages {path}: the file is not an output of `rheostat placement RUN --stages`. Write it with this "
@@ -150,13 +152,14 @@ def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
     for stage in run.stages:
         if stage.scoring.units != stage.rollout.units or stage.scoring.slots > 1:
             raise BadInput(
-                f"run {run.run!r} cannot be simulated: only one reward model with one slot per worker is supported, "
-                f"but the run has {stage.scoring.units} units to score for {stage.rollout.units} to generate and "
-                f"{stage.scoring.slots} slots per worker. Choose another run."
+                f"run {run.run!r} cannot be simulated, because the simulator supports only one reward model with one "
+                f"slot per worker, but the run has {stage.scoring.units} units to score for {stage.rollout.units} to "
+                f"generate and {stage.scoring.slots} slots per worker. Choose another run."
             )
     if len(run.stages) < 2:
         raise BadInput(
-            f"run {run.run!r} must have at least 2 finished batches, found {len(run.stages)}. Wait until it has more."
+            f"run {run.run!r} cannot be simulated, because it has only {len(run.stages)} finished batches, but at "
+            "least 2 are needed. Wait until it has more."
         )
     pairs = [(stage.rollout, stage.scoring) for stage in run.stages]
     return recorded_load(run.run, pairs, workers=run.workers, resize_seconds=resize_seconds)
@@ -166,9 +169,7 @@ def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(known) if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in known:
-            raise BadInput(
-                f"{option}: unknown name {name!r}, expected {', '.join(known)} or all{nearest_name(name, known)}"
-            )
+            raise BadInput(f"{option}: there is no {name!r}. Use {', '.join(known)} or all{nearest_name(name, known)}")
     return names
 
 
@@ -176,7 +177,7 @@ def _numbers(option: str, text: str, *, minimum: float) -> tuple[float, ...]:
     try:
         numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise BadInput(f"{option} must be numbers separated by commas, got {text!r}") from None
+        raise BadInput(f"{option} must be numbers separated by commas, such as 8,64, got {text!r}") from None
     if not all(minimum <= number < float("inf") for number in numbers):
         raise BadInput(f"{option} must be numbers of at least {minimum:g}, got {text!r}")
     return numbers
@@ -258,7 +259,10 @@ def _describe_misses(aim_results: Sequence[AimResult]) -> str:
 
 def _plot(results: Sequence[CellResult], path: Path) -> None:
     if any("lower_bound" not in result.seconds for result in results):
-        raise BadInput("--plot shows times relative to lower_bound. Add lower_bound to --policies.")
+        raise BadInput(
+            "--plot shows times relative to the policy lower_bound, which is not simulated. Add lower_bound to "
+            "--policies."
+        )
     names = [name for name in results[0].seconds if name != "lower_bound" and all(name in r.seconds for r in results)]
     bars = {name: [paired_ratio(r.seconds[name], r.seconds["lower_bound"]) for r in results] for name in names}
     groups = [f"{r.cell.scenario}\nN={r.cell.workers}, S={r.cell.resize_seconds:g}" for r in results]

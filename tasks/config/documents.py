@@ -40,7 +40,7 @@ def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] =
         where = f" (working directory {Path.cwd()})"
         raise BadInput(f"Configuration file {path}{by} does not exist{where}{_suggest_file(path)}") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path} is not valid TOML: {error}") from None
+        raise BadInput(f"The configuration file {path} is not valid TOML: {error}") from None
     base = document.pop(EXTENDS, None)
     job = above[0] if above else path
     document = {key: place_texts(value, path.parent, job=job.parent) for key, value in document.items()}
@@ -48,11 +48,13 @@ def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] =
     if base is None:
         return document
     if not isinstance(base, str):
-        raise BadInput(f"{path}: {EXTENDS} must be the path of a configuration file, found {base!r}")
+        raise BadInput(
+            f'{path}: {EXTENDS} must be the path of another configuration file, such as "base.toml", found {base!r}'
+        )
     extended = path.parent / base
     if extended.resolve() in {file.resolve() for file in (*above, path)}:
         raise BadInput(
-            f"{path}: {EXTENDS} {base!r} makes the file extend itself, through {above[-1] if above else path}. "
+            f"{path}: with {EXTENDS} = {base!r}, the file extends itself, through {above[-1] if above else path}. "
             "Remove one of these lines."
         )
     return extend(read_document(extended, model, above=(*above, path)), document)
@@ -113,7 +115,7 @@ def _parse_override(text: str) -> _Override:
     key, equals, text_of_value = text.partition("=")
     keys = tuple(part.strip() for part in key.split("."))
     if not equals or not all(keys):
-        raise BadInput(f"Override {text!r} must be dotted.key=value, such as update.learning_rate=1e-4.")
+        raise BadInput(f"The override {text!r} must have the form dotted.key=value, such as update.learning_rate=1e-4.")
     text_of_value = text_of_value.strip()
     try:
         value: object = tomllib.loads(f"value = {text_of_value}")["value"] if text_of_value else None
@@ -145,7 +147,10 @@ def _apply_override(document: dict[str, object], override: _Override) -> None:
     for name in tables:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise BadInput(f"Override {override.text!r} cannot be applied, because {name!r} is a value, not a table.")
+            raise BadInput(
+                f"The override {override.text!r} cannot be applied, because {name!r} is a value in the configuration, "
+                "not a table with keys."
+            )
         table = inner
     if last == "kind" and table.get("kind") != override.value:
         table.clear()

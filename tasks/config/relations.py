@@ -24,15 +24,27 @@ def find_size_conflicts(
     """Yield reasons why numbers of problems, tokens and stored versions are too large or too small together."""
     problems, limit = evaluation.problems, data.num_heldout_problems
     if limit is not None and problems > limit and "problems" in evaluation.model_fields_set:
-        yield f"evaluation.problems is {problems}, above data.heldout_problems, {limit}. Lower it."
+        yield (
+            f"evaluation.problems is {problems}, but data.heldout_problems is only {limit}. Lower the first, or raise "
+            "the second."
+        )
     if rollout.sampling.temperature == 0:
-        yield "rollout.sampling.temperature is 0, so all completions of a group are equal. Raise it."
+        yield (
+            "rollout.sampling.temperature is 0, at which all completions of a group are equal and nothing can be "
+            "trained. Set it above 0."
+        )
     partial, longest = rollout.partial, rollout.sampling.max_new_tokens
     if partial is not None and partial.tokens >= longest:
-        yield f"rollout.partial.tokens is {partial.tokens}; it must be below max_new_tokens, {longest}."
+        yield (
+            f"rollout.partial.tokens is {partial.tokens}, but it must be below rollout.sampling.max_new_tokens, which "
+            f"is {longest}. Lower it."
+        )
     stale, kept = rollout.staleness, retention.keep_last
     if kept < stale + 2:
-        yield f"retention.keep_last is {kept}; rollout.staleness {stale} needs {stale + 2} versions."
+        yield (
+            f"retention.keep_last is {kept}, but with rollout.staleness = {stale} the last {stale + 2} policy "
+            f"versions are needed. Set it to at least {stale + 2}."
+        )
 
 
 def find_name_conflicts(rollout: RolloutConfig, scoring: ScoringConfig, placement: PlacementConfig) -> Iterator[str]:
@@ -40,15 +52,15 @@ def find_name_conflicts(rollout: RolloutConfig, scoring: ScoringConfig, placemen
     dynamic, terms, local = rollout.dynamic, scoring.terms, [*scoring.hosted_rewards]
     if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
         yield (
-            f"rollout.dynamic.metric is {dynamic.metric!r}, but must be a reward term: {', '.join(terms)}"
-            f"{nearest(dynamic.metric, terms)}"
+            f"rollout.dynamic.metric is {dynamic.metric!r}, but it must be the name of a reward: "
+            f"{', '.join(terms)}{nearest(dynamic.metric, terms)}"
         )
     for term in placement.replicas:
         if term not in local:
             known = ", ".join(local) or "none"
             yield (
-                f"placement.replicas.{term} names no reward whose model runs in worker slots. Such rewards: {known}"
-                f"{nearest(term, local)}"
+                f"placement.replicas contains {term!r}, which is not a reward whose model runs in worker slots. Such "
+                f"rewards: {known}{nearest(term, local)}"
             )
 
 
@@ -59,8 +71,8 @@ def find_price_conflicts(budget: BudgetConfig, scoring: ScoringConfig) -> Iterat
         if term not in remote_terms:
             known = ", ".join(remote_terms) or "none"
             yield (
-                f"budget.prices.judges.{term} names no reward with a judge at an endpoint. Such rewards: {known}"
-                f"{nearest(term, remote_terms)}"
+                f"budget.prices.judges contains {term!r}, which is not a reward with a judge behind an endpoint. Such "
+                f"rewards: {known}{nearest(term, remote_terms)}"
             )
 
 
@@ -68,8 +80,8 @@ def find_controller_conflicts(pools: PoolsConfig, *, deployed: bool) -> Iterator
     """Yield a reason if controllers are `deployed` in other processes, which cannot reach the workers."""
     if pools.cluster == "threads" and deployed:
         yield (
-            "controllers.where is 'deployment', but controllers in other processes cannot reach the workers of "
-            "pools.cluster 'threads'. Set controllers.where = 'nested' or pools.cluster = 'ray'."
+            "controllers.where = 'deployment' runs controllers in other processes, which cannot reach the workers of "
+            "pools.cluster = 'threads'. Set controllers.where = 'nested' or pools.cluster = 'ray'."
         )
 
 
@@ -78,11 +90,12 @@ def find_slot_conflicts(pools: PoolsConfig, placement: PlacementConfig, slots: i
     min_workers = pools.workers.min_slots
     key = "pools.workers" if pools.workers.min is None else "pools.workers.min"
     if slots > min_workers:
-        yield f"{key} is {min_workers}, but the reward models need at least {slots} slots. Raise {key}."
+        yield f"{key} is {min_workers}, but the reward models alone need {slots} worker slots. Raise {key}."
     if slots and slots == min_workers and not placement.can_take_turns:
         yield (
-            f"{key} is {min_workers}, but the reward models take {slots} slots, and placement.kind "
-            f"{placement.kind!r} needs more for rollout. Raise {key}, or use 'colocated' or 'adaptive'."
+            f"{key} is {min_workers}, and the reward models need all {slots} slots, but placement.kind = "
+            f"{placement.kind!r} needs more slots for rollout. Raise {key}, or set placement.kind to 'colocated' or "
+            "'adaptive'."
         )
 
 
@@ -94,8 +107,9 @@ def find_timeout_conflicts(
     for key, endpoint in _iterate_endpoints(scoring, rollout, algorithm):
         if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= stall_seconds:
             yield (
-                f"{key}.timeout_seconds is {endpoint.timeout_seconds:g}. With a pause of {MAX_PAUSE_SECONDS:g} s "
-                f"this reaches pools.stall_seconds, {stall_seconds:g}. Lower the first or raise the second."
+                f"{key}.timeout_seconds is {endpoint.timeout_seconds:g}. Together with the longest pause between "
+                f"attempts ({MAX_PAUSE_SECONDS:g} s), this reaches pools.stall_seconds ({stall_seconds:g} s), so a "
+                "slow request would count as a stalled worker. Lower the first or raise the second."
             )
 
 

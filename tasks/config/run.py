@@ -133,10 +133,13 @@ class RunConfig(Settings):
     @classmethod
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
-            raise ValueError(f"{name!r} must not contain '..'. Choose another name.")
+            raise ValueError(f"the name of a run must not contain '..', found {name!r}. Choose another name.")
         reserved = {REGISTRIES: "registries", SOUPS: "records of soups", RETRIEVERS: "retrievers"}
         if name in reserved:
-            raise ValueError(f"{name!r} is the folder of {reserved[name]} in a store. Choose another name.")
+            raise ValueError(
+                f"a run cannot have the name {name!r}, which is the folder of {reserved[name]} in a store. Choose "
+                "another name."
+            )
         return name
 
     @model_validator(mode="after")
@@ -153,7 +156,9 @@ class RunConfig(Settings):
     def _suites_are_known(self) -> "RunConfig":
         names = [suite.name for suite in self.evaluations]
         if len({*names}) < len(names):
-            raise ValueError(f"evaluations must have different names, found {', '.join(names)}. Rename one.")
+            raise ValueError(
+                f"each table of [[evaluations]] needs a different name, found {', '.join(names)}. Rename one."
+            )
         if self.promotion is not None:
             heldout = self.evaluation.problems
             reasons = self.promotion.find_conflicts(self.evaluations, self.scoring, heldout=heldout, run=self.name)
@@ -173,7 +178,10 @@ class RunConfig(Settings):
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:
-            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.label!r}). Remove [soup].")
+            raise ValueError(
+                f"[soup] merges only policies that generate text, but policy.kind = {self.policy.label!r} generates "
+                "pictures. Remove [soup]."
+            )
         for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
@@ -316,9 +324,14 @@ def require_part(command: str, config: RunConfig) -> None:
     """Raise BadInput if the configuration lacks the part of the job that the command runs."""
     match command:
         case "sft" if config.warmup is None:
-            raise BadInput(f"Run {config.name!r} has no supervised warm-up. Set [warmup].")
+            raise BadInput(
+                f"Run {config.name!r} has no supervised fine-tuning, because [warmup] is not set. Set [warmup]."
+            )
         case "dpo" if config.dpo is None:
-            raise BadInput(f"Run {config.name!r} has no preference optimization. Set [dpo] and [preferences].")
+            raise BadInput(
+                f"Run {config.name!r} has no preference optimization, because [dpo] is not set. Set [dpo] and "
+                "[preferences]."
+            )
         case "reward-model" if not _trains_rewards(config):
             raise BadInput(
                 f"Run {config.name!r} trains no reward model. Set model.kind = 'trained' in a reward of kind 'model'."

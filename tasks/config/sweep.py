@@ -55,11 +55,12 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
     keys = [key for key, _ in axes]
     for key in keys:
         if keys.count(key) > 1 or any(key in point for point in listed):
-            raise BadInput(f"sweep: {key!r} is given twice. Give all of its values in one list.")
+            raise BadInput(f"sweep: the key {key!r} is listed twice. List all of its values once, separated by commas.")
     num_points = math.prod([len(listed) or 1, *(len(values) for _, values in axes)])
     if num_points > MAX_POINTS:
         raise BadInput(
-            f"sweep: these values make {num_points:,} points, but at most {MAX_POINTS:,} are allowed. Use fewer values."
+            f"sweep: the product of these values has {num_points:,} runs, but at most {MAX_POINTS:,} are allowed. Use "
+            "fewer values."
         )
     combinations = [
         {**point, **dict(zip(keys, values, strict=True))}
@@ -68,13 +69,17 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
     ]
     varied = varied_keys(combinations)
     if not varied:
-        raise BadInput("sweep needs a key with several values, such as seed=0,1, or different points in --list FILE.")
+        raise BadInput(
+            "sweep needs more than one run. Set a key with several values, such as seed=0,1, or list different points "
+            "in --list FILE."
+        )
     points = tuple(SweepPoint(_build_name(sweep, point, varied), point) for point in combinations)
     counts = Counter(point.name for point in points)
     for point in points:
         if counts[point.name] > 1:
             raise BadInput(
-                f"sweep: all points must differ, but {', '.join(point.overrides)} is given twice. Remove one."
+                f"sweep: all runs must have different settings, but {', '.join(point.overrides)} is listed twice. "
+                "Remove one."
             )
     return points
 
@@ -90,7 +95,9 @@ def _parse_axis(grid: str) -> tuple[str, tuple[str, ...]]:
     key, equals, values_text = grid.partition("=")
     values = tuple(_split_values(values_text))
     if not equals or not all((*key.split("."), *values)):
-        raise BadInput(f"sweep {grid!r} must be dotted.key=value,value, such as update.learning_rate=1e-6,3e-6.")
+        raise BadInput(
+            f"sweep: {grid!r} must have the form dotted.key=value,value, such as update.learning_rate=1e-6,3e-6."
+        )
     _check_key(key, where=f"sweep {grid!r}")
     return key, values
 
@@ -98,7 +105,8 @@ def _parse_axis(grid: str) -> tuple[str, tuple[str, ...]]:
 def _check_key(key: str, *, where: str) -> None:
     if key.partition(".")[0] in OWN:
         raise BadInput(
-            f"{where}: {key} cannot be set, because the sweep names the runs and keeps them in one store. Remove it."
+            f"{where}: {key} cannot be set, because the sweep names its runs and keeps all of them in one store. "
+            "Remove it."
         )
 
 
@@ -149,7 +157,10 @@ def read_points(path: Path) -> list[dict[str, str]]:
         text = read_text_file(path, label=f"--list {path}")
         documents = tomllib.loads(text) if path.suffix == ".toml" else None
     except FileNotFoundError:
-        raise BadInput(f"--list {path}: there is no such file. Check the path.") from None
+        raise BadInput(
+            f"--list {path}: there is no such file. Name an existing file with one point per line, or with [[points]] "
+            "in TOML."
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"--list {path} is not valid TOML: {error}") from None
     if documents is None:
@@ -174,12 +185,16 @@ def _parse_json(place: str, line: str) -> object:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise BadInput(f"{place} is not a line of valid JSON: {error}") from error
+        raise BadInput(
+            f"{place} is not valid JSON: {error}. Each line must be one JSON object of keys and values."
+        ) from error
 
 
 def _parse_point(place: str, point: object) -> dict[str, str]:
     if not isinstance(point, dict) or not point:
-        raise BadInput(f"{place}: expected a table of keys and values, found {point!r:.60}")
+        raise BadInput(
+            f"{place}: each point must be a table of configuration keys and their values, found {point!r:.60}"
+        )
     values = dict(_flatten(point))
     for key in values:
         _check_key(key, where=place)

@@ -75,7 +75,8 @@ def send(versions: Sequence[TracedVersion], store: str, target: str) -> int:
             file.writelines(f"{Serde.to_json(event)}\n" for event in events)
     except OSError as error:
         raise BadInput(
-            f"--openlineage {target} must be a new file in an existing directory: {error.strerror or error}."
+            f"--openlineage {target} cannot be created: {error.strerror or error}. Name a new file in an existing "
+            "directory."
         ) from error
     return len(events)
 

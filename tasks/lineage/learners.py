@@ -84,7 +84,8 @@ def find_trained_policies(store: str, ids: frozenset[str]) -> list[PromptLearner
     for name in ids:
         if not PROMPT_ID.fullmatch(name):
             raise BadInput(
-                f"--prompt {name[:40]!r} must be a prompt_id of 16 digits 0-9 a-f (see `rheostat rollouts --json`)."
+                f"--prompt {name[:40]!r} must be a prompt_id, which has 16 digits (0-9 a-f). `rheostat rollouts "
+                "--json` prints the prompt_ids."
             )
     return [learner for name in registries(store) for learner in _find_learners(store, open_registry(store, name), ids)]
 

@@ -62,9 +62,12 @@ def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
     if DIGEST.fullmatch(name_or_digest):
         return list(_trace_policy(store, name_or_digest))
     known = [*registries(store), *list_runs(store)]
-    forms = "NAME@champion, NAME@N, a registry, a run, or at least 6 digits of a policy's digest"
+    forms = (
+        "NAME@champion or NAME@N of a registry, the name of a registry or a run, or at least 6 digits of a policy's "
+        "digest"
+    )
     names = f"Registries and runs: {', '.join(known) or 'none'}{nearest(name_or_digest, known)}"
-    raise BadInput(f"lineage: {name_or_digest!r} is unknown. Give {forms}. {names}")
+    raise BadInput(f"lineage: there is no registry, run or policy {name_or_digest!r}. Write {forms}. {names}")
 
 
 def champion_before(registry: Registry, run: str) -> int:
@@ -96,8 +99,8 @@ def _find_record(registry: Registry, number: str) -> RegistryRecord:
     if record is None:
         numbers = f"records 1 to {len(records)}" if records else "no record"
         raise BadInput(
-            f"lineage: {registry.name}@{number} does not exist. Give {registry.name}@champion or the number of a "
-            f"record. The registry has {numbers}{'' if champion_of(records) else ' and no champion'}."
+            f"lineage: {registry.name}@{number} does not exist. Write {registry.name}@champion, or the number of a "
+            f"record after @. The registry has {numbers}{'' if champion_of(records) else ' and no champion'}."
         )
     return record
 
@@ -143,7 +146,8 @@ def _trace_policy(store: str, digest: str) -> Iterator[TracedVersion]:
     if len(recorded) + len(produced) != 1:
         matches = ", ".join(policy[:16] for policy in (*recorded, *produced)) or "none"
         raise BadInput(
-            f"lineage: {digest!r} must match the digest of one policy in {store!r}, found {matches}. Give more digits."
+            f"lineage: {digest!r} must be the beginning of the digest of exactly one policy in {store!r}, but it "
+            f"matches: {matches}. Write more digits, or check them."
         )
     for registry, record in recorded.values():
         yield from _trace_chain(store, registry, record)

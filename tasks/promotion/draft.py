@@ -134,8 +134,8 @@ def _create_draft(config: RunConfig, promotion: PromotionConfig, registry: Regis
     policy = registry.locate(champion)
     if promotion.problems == "new" and config.data.exclude_ids_path is not None:
         raise BadInput(
-            "data.exclude_ids_path and promotion.problems = 'new' both select problems to leave out. Set only "
-            "one of them."
+            "data.exclude_ids_path and promotion.problems = 'new' are both set, but both select problems to leave "
+            "out. Remove one of them."
         )
     without = registry.store.locate(trained_ids_key(champion.run)) if promotion.problems == "new" else ""
     version = _find_data_version(config.store, registry, champion.run)

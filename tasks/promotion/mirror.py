@@ -60,15 +60,16 @@ def sync_to_mlflow(registry: Registry, address: str) -> str:
         return start_apart(lambda: _sync_versions(client, registry, address)).result(MIRROR_SECONDS)
     except TimeoutError:
         raise EndpointDown(
-            f"MLflow's registry did not answer within {MIRROR_SECONDS:g} s. Check its address and server."
+            f"MLflow's registry did not respond within {MIRROR_SECONDS:g} s. Check its address and its server, then "
+            "sync again with `rheostat mirror`."
         ) from None
     except RheostatError:
         raise
     except Exception as error:  # errors of MLflow, its database or its network; the address may contain a password
         line = str(error).strip().partition("\n")[0]
         raise EndpointDown(
-            f"MLflow's registry: {type(error).__name__}: {line}. Check its address and server, then sync again with "
-            "`rheostat mirror`."
+            f"MLflow's registry could not be synced ({type(error).__name__}: {line}). Check its address and its "
+            "server, then sync again with `rheostat mirror`."
         ) from error
 
 
@@ -97,7 +98,9 @@ def _open_client(address: str) -> "MlflowClient":
     try:
         from mlflow import MlflowClient
     except ImportError as error:
-        raise BadInput(f"MLflow needs the package mlflow-skinny. Install it with: pip install '{PACKAGE}'") from error
+        raise BadInput(
+            f"Syncing to MLflow needs the package mlflow-skinny. Install it with: pip install '{PACKAGE}'"
+        ) from error
     for name in ("mlflow", "urllib3.connectionpool"):  # both log every created table or retry
         logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=address, registry_uri=address)

@@ -32,12 +32,14 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
         current = record_number(champion)
         if proposal.kind == "refuse":
             raise BadInput(
-                f"registry {name!r}: the proposal of {run!r} was refused (record {proposal.number}). Retrain again."
+                f"registry {name!r}: the proposal of run {run!r} was refused (record {proposal.number}) and can no "
+                "longer be promoted. Start a new run with `rheostat retrain`."
             )
         if proposal.kind != "proposal" or proposal.previous != current:
             raise BadInput(
-                f"registry {name!r}: {run!r} was compared with record {proposal.previous}, but record {current} is "
-                "champion now. Retrain again, or use `rheostat rollback` if the policy was champion before."
+                f"registry {name!r}: the gate compared the policy of run {run!r} with record {proposal.previous}, but "
+                f"record {current} is the champion now. Start a new run with `rheostat retrain`, or use `rheostat "
+                "rollback` if the policy was champion before."
             )
         signed = {
             "number": number,
@@ -64,8 +66,8 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
             return None
         if proposal.kind != "proposal":
             raise BadInput(
-                f"registry {name!r}: the proposal of {run!r} was already signed (record {proposal.number}). "
-                "`rheostat rollback` restores the previous champion."
+                f"registry {name!r}: the proposal of run {run!r} was already promoted (record {proposal.number}) and "
+                "can no longer be refused. `rheostat rollback` restores the previous champion."
             )
         refused = {
             "number": number,
@@ -95,7 +97,9 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
         promoted = [each for each in champions.values() if each.kind == "promote"]
         target_number = promoted[-1].previous if to is None else to
         if target_number not in champions:
-            missing = f"record {target_number} was not a champion" if target_number else "there was no champion before"
+            missing = (
+                f"record {target_number} was never a champion" if target_number else "there was no champion before"
+            )
             allowed = ", ".join(map(str, champions))
             raise BadInput(f"registry {name!r}: {missing}, so nothing can be restored. Set --to to one of {allowed}.")
         older = champions[target_number]
@@ -155,7 +159,9 @@ def _newest_proposal(registry: Registry, run: str) -> RegistryRecord:
     proposals = [each for each in records if each.run == run and each.bundle is not None]
     if not proposals:
         known = ", ".join(each.run for each in records if each.kind == "proposal") or "none"
-        raise BadInput(f"registry {registry.name!r}: run {run!r} has no proposal. Runs with a proposal: {known}")
+        raise BadInput(
+            f"registry {registry.name!r}: run {run!r} has not proposed a policy. Runs with a proposal: {known}"
+        )
     return proposals[-1]
 
 

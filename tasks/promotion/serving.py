@@ -57,8 +57,8 @@ def update_link(record: RegistryRecord, directory: Path, link: Path) -> bool:
     """
     if link.exists() and not link.is_symlink():
         raise BadInput(
-            f"{link} must be a symbolic link or not exist, found a {'folder' if link.is_dir() else 'file'}. Set --to "
-            "to another path."
+            f"{link} must be a symbolic link or not exist, but it is a {'folder' if link.is_dir() else 'file'}. Set "
+            "--to to another path."
         )
     assert record.bundle is not None, "who is used has files"
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,8 @@ def update_link(record: RegistryRecord, directory: Path, link: Path) -> bool:
         target_before = link.readlink() if link.is_symlink() else None
         if copy.exists() and not is_bundle_copy(copy, record.bundle.digest):
             raise BadInput(
-                f"{copy} is not an exact copy of {record.bundle.key!r}, as it should be. Move it away, then run the "
-                "command again."
+                f"{copy} should be an exact copy of the champion's files {record.bundle.key!r}, but it differs. Move "
+                "it away, then run the command again."
             )
         if target_before == Path(copy.name) and copy.exists():
             return False
@@ -97,7 +97,9 @@ def _working_directory(link: Path) -> Iterator[Path]:
         own.mkdir()
     lock = own / "lock"  # created before anything else there, and never removed
     if own.is_symlink() or not own.is_dir() or (any(own.iterdir()) and not lock.is_file()):
-        raise BadInput(f"{own} is reserved for `rheostat checkout`, but was created by something else. Move it away.")
+        raise BadInput(
+            f"{own} is needed by `rheostat checkout` for its copies, but another program created it. Move it away."
+        )
     while True:
         with lock_file(lock) as is_held:
             if is_held:

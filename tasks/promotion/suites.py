@@ -70,8 +70,8 @@ class Suite:
         for term, reward in self.scoring.hosted_rewards.items():
             if reward.kind == "judge" and reward.model.begins_as_policy:
                 raise BadInput(
-                    f"evaluation {self.name!r}: reward {term} has model.shape.kind 'policy', so each policy would be "
-                    "judged by itself. Use a judge that is the same for both policies."
+                    f"evaluation {self.name!r}: reward {term} has model.shape.kind = 'policy', so each policy would "
+                    "be judged by a copy of itself. Use a judge that is the same for both policies."
                 )
         rollout = self.retrain.rollout.model_copy(
             update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None, "sampling": self.sampling}

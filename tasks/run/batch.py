@@ -226,6 +226,6 @@ def check_rollouts_kept(run: Run, numbers: Iterable[int]) -> None:
         stone = find_tombstone(run, iteration_key(number))
         assert stone is not None, "a part that was deleted has a tombstone"
         raise BadInput(
-            f"run {run.name!r}: the rollouts of iteration {number} were deleted by {stone.why} ({stone.who}). Choose a "
-            "newer iteration."
+            f"run {run.name!r}: the rollouts of iteration {number} were deleted by {stone.why} ({stone.who}). Choose "
+            "a newer iteration."
         )

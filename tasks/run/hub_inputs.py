@@ -64,8 +64,8 @@ def hub_commits(config: BaseModel) -> dict[str, str]:
             commit = path.address.revision
             if commits.setdefault(path.key, commit) != commit:
                 raise BadInput(
-                    f"The job uses two revisions of {path.key}. Write the revision into each path: "
-                    f"{path.relative}@REVISION"
+                    f"The job uses {path.key} on the Hugging Face Hub in two different revisions. Write the same "
+                    f"revision into each path: {path.relative}@REVISION"
                 )
     return commits
 

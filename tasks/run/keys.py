@@ -123,13 +123,13 @@ class StageKey(str):
     def _number(self, part: str) -> int:
         digits = self._parts()[part]
         if digits is None:
-            raise ValueError(f"{str(self)!r} is not the key of an {part}")
+            raise ValueError(f"{str(self)!r} does not contain the number of an {part}, such as it-0003 or eval-0003")
         return int(digits)
 
     def _parts(self) -> re.Match[str]:
         parts = _KEY.fullmatch(self)
         if parts is None:
-            raise ValueError(f"{str(self)!r} is not the key of a stage, such as it-0003/rollout/0001")
+            raise ValueError(f"{str(self)!r} is not the key of a stage. Keys of stages look like it-0003/rollout/0001")
         return parts
 
 

@@ -219,8 +219,8 @@ async def preflight(
         verdict = json.loads(answer)
     except ValueError:
         raise WorkerFailed(
-            f"The process that checks the inputs failed with exit code {process.returncode}. Its last output is: "
-            f"{errors.decode()[-2000:]}"
+            f"The process that checks the configuration, data and policy failed with exit code {process.returncode}. "
+            f"Its last output is: {errors.decode()[-2000:]}"
         ) from None
     if not verdict["ok"]:
         raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])

@@ -142,9 +142,9 @@ def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | Recred
     if recorded == requested:
         return
     raise RunChanged(
-        f"{derived.label} of run {run.name!r} was started with other settings: "
-        f"{describe_difference(terms.present_names(recorded), terms.present_names(requested))}. "
-        "Choose another name with --as."
+        f"{derived.label} of run {run.name!r} already exists with other settings: "
+        f"{describe_difference(terms.present_names(recorded), terms.present_names(requested))}. Choose another name "
+        "with --as, or use the same settings."
     )
 
 

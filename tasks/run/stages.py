@@ -270,7 +270,8 @@ async def wait_for_manifest(open_run: OpenRun, key: str) -> Manifest:
         if remaining_seconds <= 0:
             raise WorkerStalled(
                 f"No controller has committed {key} within {silence:g} s (controllers.silence_seconds). Look at the "
-                "flow runs of the controllers in Prefect's UI, then run the same command again to continue."
+                "flow runs of the controllers in Prefect's UI for the reason, then run the same command again to "
+                "continue."
             )
         await open_run.commits.wait(key, seconds=min(pause, remaining_seconds))
         pause = min(2 * pause, max(longest, (now - began) / POLL_DIVISOR))

@@ -86,7 +86,7 @@ async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str)
     for term, reward in settings.scoring.model_rewards.items():
         if role == reward_model_role(term):
             return await cluster.pool(_reward_model_spec(run, settings, term, reward, size=pools.scoring_workers))
-    raise AssertionError(f"no worker class serves the role {role!r}")
+    raise AssertionError(f"there is no worker class for the role {role!r}")
 
 
 async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> Fleet:

@@ -31,9 +31,9 @@ MERGEKIT: Final = """\
 # With ties and dare, weights apply to differences from base_model, which is not listed among the models itself.
 # The result is in float32. Add out_dtype: bfloat16 to round it at the end."""
 FACTORS: Final = (
-    "--adapters factors is not supported. Averaging the factors A and B separately is not the sum of the adapters, "
-    "because their product also mixes A and B of different adapters. Use 'full', which adds the adapters to their "
-    "bases, or 'ranks', which joins their ranks. Both are exact."
+    "--adapters factors is not supported, because the average of the factors A and of the factors B is not the sum of "
+    "the adapters: their product also mixes A and B of different adapters. Use 'full', which adds the adapters to "
+    "their bases, or 'ranks', which joins their ranks. Both are exact."
 )
 
 
@@ -108,7 +108,7 @@ def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
     do not sum to 1."""
     weighed = [_parse_term(term) for term in terms]
     if not weighed:
-        raise BadInput(f"merge needs policies with their weights, {EXAMPLE}.")
+        raise BadInput(f"merge needs at least one policy with its weight, {EXAMPLE}.")
     if (reason := find_weights_conflict([weight for _, weight in weighed])) is not None:
         raise BadInput(f"merge: {reason}")
     return tuple(_find_parent(store, name, weight) for name, weight in weighed)
@@ -144,7 +144,7 @@ def _parse_term(text: str) -> tuple[str, float]:
     except ValueError:
         weight = math.nan
     if not name or not math.isfinite(weight):
-        raise BadInput(f"merge {text!r} must be NAME=WEIGHT, {EXAMPLE}.")
+        raise BadInput(f"merge: {text!r} must have the form NAME=WEIGHT, {EXAMPLE}.")
     return name, weight
 
 
@@ -153,11 +153,14 @@ def _find_parent(store: str, name: str, weight: float) -> Parent:
     path = Path(name)
     if is_remote(path) or path.is_dir():
         if has_run(path):
-            raise BadInput(f"{format_path(path)} is a run. To merge its policy, name it {path.name} and set --store.")
+            raise BadInput(
+                f"{format_path(path)} is the folder of a run. To merge its policy, write the name of the run, "
+                f"{path.name}, and set --store to its store."
+            )
         return Parent(name, fetch_path(path), weight, start_of(path))
     run_name, separator, number = name.partition("@")
     if separator and not number.isdecimal():
-        raise BadInput(f"merge {name!r} must have an iteration after @, such as {run_name}@12.")
+        raise BadInput(f"merge: {name!r} must have the number of an iteration after @, such as {run_name}@12.")
     run = open_known_run(store, run_name)
     _, policy = policy_after(run, int(number) if separator else None)
     base = fetch_bundle(run.store, policy.weights)

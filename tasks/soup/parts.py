@@ -61,7 +61,9 @@ class PreferencePoint:
 def soup_settings(config: RunConfig) -> SoupConfig:
     """Return the soup settings of a configuration. Raises BadInput if it has none."""
     if config.soup is None:
-        raise BadInput(f"Run {config.name!r} is not a soup. Set [soup].")
+        raise BadInput(
+            f"The configuration {config.name!r} has no table [soup]. Add [soup] with the rewards to be mixed."
+        )
     return config.soup
 
 
@@ -205,10 +207,10 @@ def standardize(config: RunConfig) -> Statistics:
     scores = _read_scores(config, statistics_run(config))
     for term, values in scores.items():
         if not values or np.std(values) < MIN_SPREAD:
-            description = f"{values[0]:g} for all {len(values)}" if values else "none"
+            description = f"{len(values)} equal scores of {values[0]:g}" if values else "no scores"
             raise BadInput(
-                f"soup.terms: scores of {term!r} must differ under the start policy, found {description}. Use another "
-                "reward, or other problems."
+                f"soup.terms: the scores of {term!r} are standardized, so they must differ among completions of the "
+                f"initial policy, but there are {description}. Use another reward, or other problems."
             )
     return Statistics(
         mean=tuple(float(np.mean(values)) for values in scores.values()),
@@ -222,8 +224,8 @@ def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
     scores = _read_scores(config, evaluation)
     if missing := [term for term, values in scores.items() if not values]:
         raise BadInput(
-            f"Run {evaluation.name!r} has no scores of reward {missing[0]!r}, because all of them are missing. Look at "
-            "its logs for errors of this reward."
+            f"Run {evaluation.name!r} has no scores of reward {missing[0]!r}: scoring failed for every completion. "
+            "Look at the logs of the run for errors of this reward."
         )
     return tuple(float(np.mean(values)) for values in scores.values())
 

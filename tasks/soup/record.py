@@ -211,7 +211,10 @@ def soup_policy(
     chosen = [record for record in known if method in (None, record.method)]
     if len(chosen) != 1:
         methods = " or ".join(record.method for record in known)
-        raise BadInput(f"soup {name!r}: set --method to {methods}, found {method or 'none'}.")
+        raise BadInput(
+            f"soup {name!r}: --method must be {methods}, the methods with which it was trained, found "
+            f"{method or 'no method'}."
+        )
     record = chosen[0]
     check_preference(preference, len(record.terms))
     description: JsonValue = {
@@ -240,7 +243,10 @@ def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple
         for point, part in zip(record.points, record.backbones, strict=True):
             if max(abs(a - b) for a, b in zip(point.preference, preference, strict=True)) < 1e-6:
                 return [(part, 1.0)]
-        raise BadInput(f"soup {record.name!r}: method 'oracle' only has policies for the preferences of its grid.")
+        raise BadInput(
+            f"soup {record.name!r}: method 'oracle' has a policy only for the preferences of its grid. Choose one of "
+            "them, or use another method."
+        )
     if record.experts and max(preference) > 1 - 1e-6:
         return [(record.experts[[*preference].index(max(preference))], 1.0)]
     weights, of_start = extrapolate_weights(

@@ -76,7 +76,8 @@ def serve(store: str, names: Sequence[str], *, host: str, port: int, on_start: C
         server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise BadInput(
-            f"Cannot listen on --host {host} --port {port}: {error.strerror or error}. Choose another host or port."
+            f"The metrics server cannot listen on --host {host} --port {port}: {error.strerror or error}. Choose "
+            "another host or port."
         ) from error
     try:
         on_start(f"http://{host}:{server.server_port}")

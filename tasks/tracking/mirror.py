@@ -165,9 +165,8 @@ class TrackerSync:
             if not self._has_lock:
                 self._tracker_lock.close()
                 raise BadInput(
-                    "another process, such as the one that trains the run, is sending to this tracker already. Wait "
-                    "until "
-                    "that process ends, or send to another tracker."
+                    "another process, such as the one that trains the run, already sends metrics to this tracker. "
+                    "Wait until that process ends, or send to another tracker."
                 )
 
     def _report(self, *, is_over: bool = False) -> None:

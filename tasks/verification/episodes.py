@@ -55,7 +55,7 @@ def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
     unchecked = _reason_against(newest.rollout.environment)
     chosen = () if unchecked else tuple(islice(_sample_episodes(run, number), episodes))
     if not chosen:
-        return EnvironmentCheck(unchecked=unchecked or f"run {run.name!r} has no episode in a sealed iteration")
+        return EnvironmentCheck(unchecked=unchecked or f"run {run.name!r} has no episode in a completed iteration")
     environment = newest.rollout.environment
     assert environment is not None, "a run without an environment is not checked"
     work = ReplayWork(
@@ -99,7 +99,10 @@ def _run_replay(work: ReplayWork) -> list[Difference]:
     try:
         response = json.loads(answer)
     except ValueError:
-        raise WorkerFailed(f"The replay failed with code {code}: {errors.decode()[-2000:]}") from None
+        raise WorkerFailed(
+            f"The process that replays episodes failed with exit code {code}. Its last output is: "
+            f"{errors.decode()[-2000:]}"
+        ) from None
     if response["error"]:
         raise BadInput(response["error"])
     return [Difference.model_validate(each) for each in response["differences"]]

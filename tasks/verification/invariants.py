@@ -108,13 +108,16 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
         yield f"{iteration.key}/seal: the previous iteration passed on the same prompt twice"
     for plan in (batch.plan for batch in iteration.batches):
         if len(plan.rows) > num_prompts - len(set(taken_rows)):
-            yield f"{plan.plan_key}: {len(plan.rows)} and {len(taken_rows)} other prompts exceed all {num_prompts}"
+            yield (
+                f"{plan.plan_key}: the batch uses {len(plan.rows)} new prompts next to {len(taken_rows)} that the "
+                f"iteration already uses, but there are only {num_prompts} prompts"
+            )
             return
         parts, seed = iteration.data_parts, iteration.seed
         count, others = len(plan.rows), set(taken_rows)
         rows, cursor = take_rows(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
         if plan.rows != rows or plan.cursor != cursor:
-            yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of the stream"
+            yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of the run's random order"
             return
         taken_rows += rows
 
@@ -126,7 +129,7 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     expected = tuple(groups.rollouts for groups in iteration.start_state.partial_groups)
     for plan in (batch.plan for batch in iteration.batches):
         if plan.carried != (expected if plan.wave == 1 else ()):
-            yield f"{plan.plan_key}: the first shards do not continue the partial groups of the previous iteration"
+            yield f"{plan.plan_key}: the first shards do not continue the unfinished groups of the previous iteration"
     rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
     surplus_rows = {
         (rollouts[index].key, scores[index].key): surplus.rows
@@ -142,10 +145,13 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     returned_rows = [row for surplus in iteration.surplus_groups for row in surplus.rows if row not in waiting]
     last = iteration.batches[-1].plan.cursor
     if last is None or after.cursor != give_back(last, returned_rows):
-        yield f"{key}: the cursor does not follow from the last batch and {len(returned_rows)} returned prompts"
+        yield (
+            f"{key}: the position in the order of prompts is not the one after the last batch and "
+            f"{len(returned_rows)} unused prompts"
+        )
     cut_manifests = [m for m in rollouts if "carried_rows" in m.detail]
     if [groups.rollouts for groups in after.partial_groups] != [m.key for m in cut_manifests]:
-        yield f"{key}: the partial groups passed on are not the groups that the rollouts cut off"
+        yield f"{key}: the unfinished groups for the next iteration are not the groups that the rollouts cut off"
 
 
 def _check_sampling(iteration: Iteration) -> Iterator[str]:
@@ -170,7 +176,7 @@ def _check_sampling(iteration: Iteration) -> Iterator[str]:
     if after.leftover_groups and not keeps:
         yield f"{iteration.key}/seal: keeps surplus groups although rollout.dynamic.surplus is not 'keep'"
     if after.partial_groups and iteration.rollout.partial is None:
-        yield f"{iteration.key}/seal: passes on partial groups although rollout.partial is not set"
+        yield f"{iteration.key}/seal: passes on unfinished groups although rollout.partial is not set"
 
 
 def _check_state(iteration: Iteration) -> Iterator[str]:
@@ -286,9 +292,9 @@ def _check_seal(
 ) -> Iterator[str]:
     sealed = derived.stage_manifest(iteration.run, iteration.number, "seal")
     if sealed.parents != tuple(part.digest for part in parts):
-        yield f"{sealed.key}: the parents are not all manifests that it was made from"
+        yield f"{sealed.key}: the parents are not exactly the manifests from which it was computed"
     if expected is not None and not _are_close(sealed.metrics, expected):
-        yield f"{sealed.key}: the stored comparison differs from that of the shards"
+        yield f"{sealed.key}: the stored metrics differ from those that follow from the shards"
 
 
 def _are_close(metrics: Mapping[str, float], expected: Mapping[str, float]) -> bool:

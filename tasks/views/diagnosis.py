@@ -144,8 +144,10 @@ def _flat_terms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a warning for each reward term that has the same value for all completions, by name of the metric."""
     terms = {name: match[1] for name in metrics if (match := _TERM.fullmatch(name))}
     return {
-        name: f"Reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, so it teaches "
-        "nothing. Read some completions with `rheostat rollouts`, then change or remove the reward."
+        name: (
+            f"Reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, so nothing can be "
+            "trained from it. Read some completions with `rheostat rollouts`, then change or remove the reward."
+        )
         for name, term in terms.items()
         if metrics[name] == 0 and metrics.get("credit/completions", 0) > 1
     }

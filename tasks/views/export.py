@@ -53,7 +53,7 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
             numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
             if not numbers:
                 raise BadInput(
-                    f"Run {name!r} has no sealed iteration to export yet. Wait until its first iteration ends."
+                    f"Run {name!r} has no completed iteration to export yet. Wait until its first iteration ends."
                 )
             return [
                 export_parquet(run, export_tables(run, number), iteration_key(number))
@@ -62,7 +62,10 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
         derived = known_rescoring(run, scores)
         numbers = sealed_numbers(run, derived)
         if not numbers:
-            raise BadInput(f"{derived.label} of run {name!r} has no complete iteration to export yet.")
+            raise BadInput(
+                f"{derived.label} of run {name!r} has no completed iteration to export yet. Wait until its first "
+                "iteration ends."
+            )
         return [
             export_parquet(run, export_tables(run, number, derived), derived.iteration_key(number))
             for number in iterations_with_rollouts(run, numbers)
@@ -168,11 +171,17 @@ def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:
-        raise BadInput(f"There is no table to export as {key!r}, because no iteration has this data.")
+        raise BadInput(
+            f"There is nothing to export as {key!r}, because no iteration of the run contains this data. Choose "
+            "another table."
+        )
     schema = first.schema.remove_metadata()  # the metadata of a shard describes that shard only
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         writer.write_table(first.cast(schema))
         for table in remaining:
             if not table.schema.equals(schema):
-                raise BadInput(f"Tables of {key!r} must have the columns {schema.names}, found {table.schema.names}")
+                raise BadInput(
+                    f"All tables of {key!r} must have the same columns, {schema.names}, but one has "
+                    f"{table.schema.names}. Export the iterations separately."
+                )
             writer.write_table(table.cast(schema))

@@ -63,7 +63,7 @@ def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> No
     than `MAX_IMAGES` images.
     """
     if target.suffix.lower() != ".png":
-        raise BadInput(f"--sheet {target} must end with .png.")
+        raise BadInput(f"--sheet {target} must end with .png, because the images are written as a PNG file.")
     if target.exists():
         raise BadInput(f"--sheet {target} already exists. Choose another file, or delete this one.")
     rows: dict[str, list[RolloutPreview]] = {}
@@ -80,7 +80,9 @@ def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> No
     try:
         target.write_bytes(sheet)
     except OSError as error:
-        raise BadInput(f"--sheet {target} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(
+            f"--sheet {target} cannot be written: {error.strerror or error}. Choose another file."
+        ) from error
 
 
 def _sheet_row(samples: Sequence[RolloutPreview], images: ImageSource) -> SheetRow:

@@ -97,7 +97,7 @@ def first_placement(config: RunConfig) -> PlacementPlan:
     if not config.scoring.hosted_rewards:
         raise BadInput(
             f"Run {config.name!r} has no reward model in worker slots (scoring.rewards), so all "
-            f"{config.pools.workers.max} workers generate completions and there is nothing to place."
+            f"{config.pools.workers.max} workers generate completions and no placement is computed."
         )
     shards = -(-config.rollout.prompts // config.rollout.shard_prompts)
     completions = config.rollout.shard_prompts * config.rollout.group_size

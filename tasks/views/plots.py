@@ -56,7 +56,7 @@ async def draw_in_process(run: Run, key: str) -> bytes:
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise OSError(f"the plot was not drawn: {errors.decode(errors='replace').strip().rpartition(chr(10))[2]}")
+        raise OSError(f"the plot could not be drawn: {errors.decode(errors='replace').strip().rpartition(chr(10))[2]}")
     run.store.put(key, picture)
     return picture
 

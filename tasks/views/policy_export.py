@@ -106,7 +106,7 @@ def _write_policy(
             adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
             write_in_process(ExportWork(base=base, adapter=adapter, target=directory, dtype=dtype))
             if not _is_there(run, policy):
-                raise Damaged("the files of the policy were deleted during the export. Choose a newer policy")
+                raise Damaged("the files of the policy were deleted while they were exported. Choose a newer policy")
             (directory / CARD).write_text(card_of(run, policy, number=number))
     except (BadInput, Damaged, WorkerFailed, OSError):  # deleted files can cause any of these errors
         if _is_retired(run, policy) and not _is_there(run, policy):
@@ -121,7 +121,10 @@ def policy_after(run: Run, iteration: int | None) -> tuple[int, ModelVersion]:
     sealed = len(sealed_iterations(run))
     number = sealed if iteration is None else iteration
     if not 0 <= number <= sealed:
-        raise BadInput(f"Run {run.name!r} has no policy after iteration {number}. Choose 0 to {sealed}.")
+        raise BadInput(
+            f"Run {run.name!r} has no policy after iteration {number}. Choose a number from 0 (the initial policy) to "
+            f"{sealed}."
+        )
     return number, policy_of(_policy_manifest(run, number))
 
 
@@ -132,7 +135,9 @@ def new_directory(target: Path) -> Iterator[Path]:
     Raises BadInput if `target` is a file or a directory with files in it.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadInput(f"{target} must be a new or empty directory, but it is a file or contains files.")
+        raise BadInput(
+            f"{target} must be a new or empty directory, but it is a file or contains files. Choose another directory."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with guarded_directory(f".{target.name}-", parent=target.parent) as scratch:
         directory = scratch / "policy"
@@ -199,7 +204,10 @@ def write_in_process(work: ExportWork | MergeWork) -> None:
     try:
         error = json.loads(answer)["error"]
     except ValueError:
-        raise WorkerFailed(f"The export failed with code {code}: {errors.decode()[-2000:]}") from None
+        raise WorkerFailed(
+            f"The process that exports the policy failed with exit code {code}. Its last output is: "
+            f"{errors.decode()[-2000:]}"
+        ) from None
     if error:
         raise BadInput(error)
 
@@ -214,7 +222,9 @@ def hub_token(name: str) -> str:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise BadInput(f"--push {name!r} must be a name on the Hub, such as team/my-model: {error}") from error
+        raise BadInput(
+            f"--push {name!r} is not a valid name on the Hugging Face Hub ({error}). Write it like team/my-model."
+        ) from error
     if (token := get_token()) is None:
         raise BadInput(
             f"--push {name} needs a Hugging Face token with write access. Set HF_TOKEN or run `hf auth login`. Or run "
@@ -238,6 +248,7 @@ def push_policy(exported: PolicyExport, name: str, *, token: str) -> PolicyExpor
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
         raise EndpointDown(
-            f"{exported.path} was written but not pushed: {why}. Push it with `hf upload {name} {exported.path}`."
+            f"The policy was written to {exported.path}, but it could not be pushed to the Hub: {why}. Push it with "
+            f"`hf upload {name} {exported.path}`."
         ) from error
     return exported.model_copy(update={"pushed": pushed.repo_url.url})

@@ -49,7 +49,7 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     ]
     where = ", ".join(map(repr, names)) or f"the runs of {open_store(store).uri}"
     if not runs:
-        raise BadInput(f"{where}: no sealed iteration to query. Wait until the first iteration ends.")
+        raise BadInput(f"{where}: there is no completed iteration to query. Wait until the first iteration ends.")
     with guarded_directory("rheostat-query-") as scratch, duckdb.connect() as database:
         database.execute("SET temp_directory = ?", [str(scratch / "spilled")])
         try:
@@ -59,8 +59,8 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
                 files = [str(path) for run in runs for path in _view_files(run, view, scratch)]
                 if not files:
                     raise BadInput(
-                        f"{where}: table {view} cannot be read, because all of its data was deleted. Query a run that "
-                        "still has it."
+                        f"{where}: the table {view} cannot be read, because all of its data was deleted. Query a run "
+                        "that still has this data."
                     )
                 database.read_parquet(files, union_by_name=True).create_view(view)
                 readable += files
@@ -77,8 +77,8 @@ def _check_reads_only(sql: str) -> None:
     for statement in duckdb.extract_statements(sql):
         if statement.type not in _READ_STATEMENTS:
             raise BadInput(
-                f"A query can only read, but this one contains a statement {statement.type.name}. Use SELECT. To write "
-                "files, use `rheostat query --json > FILE`, or `rheostat export` for Parquet."
+                f"A query can only read, but this one contains a {statement.type.name} statement. Use SELECT. To "
+                "write files, use `rheostat query --json > FILE`, or `rheostat export` for Parquet."
             )
 
 

@@ -100,15 +100,15 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
     if len(matches) != 1:
         matched = f"{len(matches)} images" if matches else f"none of {len(media.digests)} images"
         raise BadInput(
-            f"Digest {digest!r} must match one image of run {run.name!r}, but it matches {matched}. `rheostat "
-            "rollouts` prints the digests."
+            f"{digest!r} must be the beginning of the digest of exactly one image of run {run.name!r}, but it matches "
+            f"{matched}. `rheostat rollouts` prints the digests."
         )
     if target.exists():
         raise BadInput(f"{target} already exists. Choose another file, or delete this one.")
     try:
         target.write_bytes(media.encoded(matches[0]))
     except OSError as error:
-        raise BadInput(f"{target} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from error
     return media.shown(matches[0])
 
 
@@ -206,7 +206,9 @@ def read_rollouts(
         if iteration is None:
             sealed = sealed_iterations(run)
             if not sealed:
-                raise BadInput(f"Run {name!r} has no sealed iteration yet. Choose one in progress with --iteration.")
+                raise BadInput(
+                    f"Run {name!r} has no completed iteration yet. Choose one that is in progress with --iteration."
+                )
             iteration = read_report(sealed[-1], term=_terms_of(run)[0]).iteration
         return sample_rollouts(run, iteration, limit=limit, order=order)
 
@@ -217,8 +219,8 @@ def known_rescoring(run: Run, name: str) -> DerivedResult:
     if name in known and run.find(derived.terms_key) is not None:
         return derived
     raise BadInput(
-        f"--scores {name!r} is not a re-scoring of run {run.name!r}. Existing ones: {', '.join(known) or 'none'}"
-        f"{nearest(name, known)}"
+        f"--scores {name!r} is not the name of a re-scoring of run {run.name!r}. Existing re-scorings: "
+        f"{', '.join(known) or 'none'}{nearest(name, known)}"
     )
 
 
@@ -228,14 +230,14 @@ def open_known_run(store: str, name: str) -> Run:
     if "/" in name:
         path = Path(name)
         hint = f" Try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
-        raise BadInput(f"Run {name!r} must be a name, not a path.{hint}")
+        raise BadInput(f"Write the name of a run instead of a path, found {name!r}.{hint}")
     if has_run(store, name):
         return open_run(store, name)
     known = list_runs(store)
     if not known:
         raise BadInput(
-            f"There is no run {name!r} in {open_store(store).uri}, which has no runs. Set --store to the store of the "
-            "run."
+            f"There is no run {name!r} in {open_store(store).uri}, because this store has no runs. Set --store to the "
+            "store of the run."
         )
     names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
     raise BadInput(f"There is no run {name!r} in {open_store(store).uri}. Existing runs: {names}{nearest(name, known)}")
@@ -252,7 +254,10 @@ def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[s
 
     def check() -> None:
         if not run.store.exists(RECORD) or {*known, *folders} - {*run.folders()}:
-            raise Damaged(f"run {run.name!r} was deleted from {run.store.uri.rpartition('/')[0]} while it was read")
+            raise Damaged(
+                f"run {run.name!r} was deleted from the store {run.store.uri.rpartition('/')[0]} while it was read. "
+                "Choose another run"
+            )
 
     folders = run.folders()
     try:

@@ -52,7 +52,7 @@ def test_export_policy_merges_the_adapter_into_a_new_directory(adapted, tmp_path
     assert (again.code, "new or empty directory" in again.output) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
     beyond = adapted.command("export-policy", "--to", str(tmp_path / "none"), "--iteration", "3")
-    assert (beyond.code, "Choose 0 to 2" in beyond.output) == (2, True)
+    assert (beyond.code, "from 0 (the initial policy) to 2" in beyond.output) == (2, True)
 
 
 @pytest.mark.slow

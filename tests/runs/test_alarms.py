@@ -66,7 +66,8 @@ def test_too_many_reverts_end_the_run_until_more_are_allowed(reverted, tmp_path,
 def test_an_alarm_stops_the_run_and_a_higher_bound_lets_it_continue(reference, tmp_path, prefect_api, capsys):
     job, stop = InProcessJob(tmp_path, prefect_api, counts_works=True), f"alarms=[{{{ALWAYS}, action = 'stop'}}]"
     with pytest.raises(
-        AlarmStopped, match=r"'tiny' stopped after iteration 1 of 3: alarm 'credit/completions': .* is 24, above"
+        AlarmStopped,
+        match=r"'tiny' was stopped by an alarm after iteration 1 of 3: alarm 'credit/completions': .* is 24, above",
     ):
         job.train(stop)
     assert "it-0001/seal" in manifests_of(job.run)

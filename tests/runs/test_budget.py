@@ -91,7 +91,7 @@ def test_show_prints_the_costs_of_each_role_and_their_sum(reference):
 def test_a_spent_budget_ends_the_run_and_a_larger_budget_continues_it(reference, tmp_path, prefect_api, capsys):
     job, limit = InProcessJob(tmp_path, prefect_api, counts_works=True), tokens_until(reference, *AFTER_ONE)
     with pytest.raises(
-        BudgetSpent, match=rf"'tiny': budget.tokens is {limit:,}, and the run has used {limit:,} after iteration 1 of 3"
+        BudgetSpent, match=rf"after iteration 1 of 3: budget.tokens is {limit:,}, and the run has used {limit:,}\."
     ):
         job.train(f"budget.tokens={limit}")
     assert "it-0001/seal" in manifests_of(job.run)

@@ -127,10 +127,10 @@ def test_gc_keeps_a_run_with_the_given_tag(copied):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--older-than", "30"), "--older-than '30' must be a number with m, h, d or w, such as 30d"),
-        (("--keep", "-1"), "--keep -1 is not allowed. It must be at least 0"),
-        (("--tag", "paper"), "--tag needs --older-than or --keep"),
-        (("--keep", "1", "--tag", "papr"), "--tag 'papr': no run has this tag. Existing tags: none"),
+        (("--older-than", "30"), "--older-than '30' must be a number followed by m (minutes)"),
+        (("--keep", "-1"), "--keep is -1, but it must be at least 0"),
+        (("--tag", "paper"), "--tag protects runs from deletion by --older-than or --keep"),
+        (("--keep", "1", "--tag", "papr"), "--tag 'papr': no run of the store has this tag. Existing tags: none"),
         (("other", "--keep", "1"), "no run 'other'"),
     ],
 )

@@ -90,13 +90,13 @@ HOSTILE = (
     "iterations=1",
 )
 REASONS = (  # by what is left of the seed
-    "no answer after 2 s",
+    "did not respond within 2 s",
     "its process was killed by SIGSEGV",
     "OSError: the backend is down",
-    "NoStep: expected a text, None, or messages, done and reward, found int",
-    "NoStep: expected a message with a text as content, found 5",
-    "its process wrote what is no answer",
-    "NoStep: expected a finite number as reward, found 'much'",
+    "NoStep: the environment must return a text, None, or an object with messages, done or reward, but it returned int",
+    "NoStep: each message must have a text as its content, but the environment returned 5",
+    "its process wrote something other than a valid response",
+    "NoStep: the reward must be a finite number, but the environment returned 'much'",
 )
 
 

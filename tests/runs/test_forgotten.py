@@ -185,9 +185,9 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such file. The file must have one prompt_id per line"),
+        (None, "there is no such file. Name a file with one prompt_id per line"),
         ("", "contains no prompt_id"),
-        ("0123456789abcdef\nAlice\n", "line 2: expected a prompt_id of 16 digits 0-9 a-f, found 'Alice'"),
+        ("0123456789abcdef\nAlice\n", "line 2: a prompt_id has 16 digits (0-9 a-f), found 'Alice'"),
         ("0123456789abcdef\n", "is the prompt_id of a prompt in run 'tiny'"),
     ],
 )

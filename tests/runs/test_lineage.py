@@ -119,9 +119,9 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, run_lineage
         (["assistant@7"], "The registry has records 1 to 2"),
         (["assistant@best"], "or the number of a record"),
         (["other@1"], "there is no registry 'other' in"),
-        (["ffffffff"], "must match the digest of one policy"),
+        (["ffffffff"], "must be the beginning of the digest of exactly one policy"),
         ([], "a policy, such as assistant@champion, or --prompt ID"),
-        (["--prompt", "short"], "must be a prompt_id of 16 digits 0-9 a-f"),
+        (["--prompt", "short"], "must be a prompt_id, which has 16 digits"),
     ],
 )
 def test_an_unknown_policy_is_refused_in_one_line(run_lineage, words, message):
@@ -180,7 +180,7 @@ def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_a
         assert run_lineage("assistant", "--openlineage", address)[0] == 0
     assert received == events
     code, said = run_lineage("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
-    assert code == 2 and "must be a new file" in said
+    assert code == 2 and "Name a new file" in said
 
 
 class listening:  # noqa: N801

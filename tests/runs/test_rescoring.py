@@ -118,7 +118,7 @@ def test_verify_finds_scores_of_other_rollouts_and_a_wrong_comparison(again, tmp
     sealed = decode_manifest(path.read_bytes(), key="rescore/own/it-0003/seal")
     path.write_bytes(sealed.model_copy(update={"metrics": {**sealed.metrics, "reward_mean": 7.0}}).encode())
     assert verify_run(str(job.store), "tiny") == [
-        "rescore/own/it-0003/seal: the stored comparison differs from that of the shards"
+        "rescore/own/it-0003/seal: the stored metrics differ from those that follow from the shards"
     ]
 
 
@@ -158,14 +158,14 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["rescore", "--rewards", "nowhere.toml"], "is neither an existing TOML file nor inline TOML"
     yield ["rescore", "--rewards", "configs/gsm8k.tml"], "neither an existing TOML file"
     yield ["rescore", "--rewards", 'rewards=[{kind="target",target="tests.support.rewards:evn"}]'], "'even'"
-    yield ["rescore", "--rewards", "seed=3"], "has no table [scoring]. It has: seed"
+    yield ["rescore", "--rewards", "seed=3"], "must contain a table [scoring], but it contains only: seed"
     yield [*regex, "--as", "No"], "--as 'No' is not a valid name. Use at most 64 of a-z"
-    yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' was started with other settings"
-    yield [*regex, "--iterations", "2-9"], "run 'tiny' only has the sealed iterations 1 to 3"
-    yield [*regex, "--iterations", "3-2"], "must be like 3, 3-7 or 1,3-5, found '3-2'"
-    yield [*regex, "--iterations", "0"], "run 'tiny' only has the sealed iterations 1 to 3"
+    yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' already exists with other settings"
+    yield [*regex, "--iterations", "2-9"], "the completed iterations of run 'tiny' are 1 to 3"
+    yield [*regex, "--iterations", "3-2"], "must be numbers and ranges such as 3, 3-7 or 1,3-5, found '3-2'"
+    yield [*regex, "--iterations", "0"], "the completed iterations of run 'tiny' are 1 to 3"
     yield [*regex, "--iterations", "one"], "found 'one'"
-    yield [*regex, "seed=3"], "'seed=3' is not allowed. Only pools.* of a stored run can be changed"
+    yield [*regex, "seed=3"], "'seed=3' is not allowed, because the other settings of a stored run cannot be changed"
     yield [*regex, "pools.wrkers=3"], "did you mean 'workers'?"
     yield (
         ["rescore", "--rewards", JUDGED.replace('"judge",', '"judge",slots=2,'), "pools.workers=1"],

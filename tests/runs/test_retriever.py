@@ -137,7 +137,7 @@ def test_training_problems_near_held_out_problems_are_excluded_and_reported(made
     assert DeduplicatedData.model_validate_json(data.model_dump_json()) == data
     with pytest.raises(ValueError, match=r"source\.on_too_long must not be set. Set on_too_long"):
         DeduplicatedData(source=source.model_copy(update={"on_too_long": "drop"}), retriever=made.path)
-    with pytest.raises(BadInput, match="similarity 1e-09 removes all 3 training problems"):
+    with pytest.raises(BadInput, match="similarity is 1e-09, at which all 3 training problems"):
         load_problems(data.model_copy(update={"similarity": 1e-9}), "train", 0)
 
 
@@ -173,7 +173,7 @@ def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
     step, _ = tool.step(EpisodeRequest("0", problem={}, seed=0, turns=({"text": "done", "calls": []},)))
     assert step.done
     corpus.with_name("empty.jsonl").write_text("")
-    with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: the file has no passages"):
+    with pytest.raises(BadInput, match=r"corpus is .*empty.jsonl, but this file contains no passages"):
         start_process(
             SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False
         ).ready()
@@ -204,11 +204,11 @@ def test_invalid_retriever_settings_are_refused_in_one_line_and_nothing_is_writt
     assert "pairs.jsonl:1: there is no column 'passage'. The columns are: query, text." in ended.stderr
     folder = tmp_path / "folder"
     assert (
-        f"encoder.path {folder}: expected an encoder directory with modules.json or config.json, found no file"
+        f"encoder.path {folder}: the directory of an encoder must contain modules.json or config.json, found no file"
         in said(f"encoder.path={folder}")
     )
     code = tmp_path / "code"
-    assert "names the module 'os.path.join'" in said(f"cross_encoder.path={code}")
+    assert "contains the module 'os.path.join'" in said(f"cross_encoder.path={code}")
     assert "unknown key 'encoder.stepz'" in said("encoder.stepz=3")
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     assert "sentence-transformers is not installed. Run: pip install" in said()

@@ -160,7 +160,7 @@ def test_keys_from_a_secret_block_of_prefect_are_used_and_written_nowhere(
         Secret(value="a text").save("text", overwrite=True)
         Secret(value=json.dumps(keys)).save("bucket", overwrite=True)
     monkeypatch.setenv("RHEOSTAT_SECRETS", "text")
-    with pytest.raises(BadInput, match="the Secret block 'text' must be a JSON object"):
+    with pytest.raises(BadInput, match="The Secret block 'text', which"):
         job.train("iterations=1")
     monkeypatch.setenv("RHEOSTAT_SECRETS", "bucket")
     job.train("iterations=1")

@@ -212,8 +212,11 @@ def test_soup_front_compares_several_soups(soup, tmp_path, capsys):
     ("words", "said"),
     [
         (["--preference", "0.5,0.6"], "sum to 1, but they sum to 1.1"),
-        (["--preference", "1"], "expected 2 numbers, one for each reward term, found 1"),
-        (["--preference", "1,0", "--method", "oracle"], "set --method to bone, found oracle"),
+        (["--preference", "1"], "one number for each of the 2 reward terms, but it has 1"),
+        (
+            ["--preference", "1,0", "--method", "oracle"],
+            "--method must be bone, the methods with which it was trained, found oracle",
+        ),
     ],
 )
 def test_invalid_preferences_are_refused(soup, tmp_path, capsys, words, said):
@@ -247,9 +250,12 @@ def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp
     soup_policy(soup.store, "soup", (0.5, 0.5), tmp_path / "policy", method="oracle")
     own = Path(oracle.backbones[1].path) / WEIGHTS
     assert (tmp_path / "policy" / WEIGHTS).read_bytes() == own.read_bytes()
-    with pytest.raises(BadInput, match="method 'oracle' only has policies for the preferences of its grid"):
+    with pytest.raises(BadInput, match="method 'oracle' has a policy only for the preferences of its grid"):
         soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other", method="oracle")
-    with pytest.raises(BadInput, match="set --method to bone or rewarded or oracle, found none"):
+    with pytest.raises(
+        BadInput,
+        match="--method must be bone or rewarded or oracle, the methods with which it was trained, found no method",
+    ):
         soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other")
 
 
@@ -262,7 +268,7 @@ def test_a_constant_reward_term_is_refused(tmp_path, prefect_api, capfd):
     unset.write_text(demo.replace("\nproblems = 64\n", "\n"))
     with job.prefect():
         assert main(["soup", str(unset), *SMALL[:-1], *SMALL_SOUP, rewards, "--store", str(job.store)]) == 2
-    assert "'brief' must differ under the start policy, found 1 for" in capfd.readouterr().err
+    assert "the scores of 'brief' are standardized, so they must differ" in capfd.readouterr().err
     evaluation = open_run(str(job.store), "soup.start").record.config["evaluation"]
     assert isinstance(evaluation, dict) and evaluation["problems"] == 64
 

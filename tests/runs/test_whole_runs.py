@@ -34,7 +34,7 @@ def test_a_run_ends_as_the_undisturbed_run_of_its_family(family: Family, case: C
         run_on_ray(case, job, overrides)
     check_same_run(job.run, undisturbed)
     assert case.repeats is None or case.repeats[0] <= job.repeats() <= case.repeats[1], job.works()
-    retaken = output_of(job).count("is repeated from its samples")
+    retaken = output_of(job).count("is computed again from its stored samples")
     assert case.retaken is None or retaken in case.retaken
     for command in case.commands:
         ended = InProcessJob(job.home, prefect_api).command(command)

@@ -354,7 +354,7 @@ def plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) ->
             return ended.code, ended.output
 
         def ends(_: Fault, code: int, output: str) -> bool:
-            return code == 1 and "The Prefect API failed; run the same command again" in output and "has died" in output
+            return code == 1 and "A request to the Prefect API failed" in output and "has died" in output
 
         found = run_chain(faults, start, place=place, ends=ends)
         return found or problems_of_run(job.run, whole)

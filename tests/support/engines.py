@@ -316,7 +316,9 @@ def test_a_continuation_that_does_not_fit_the_context_is_refused(loaded: Loaded,
 def test_a_prompt_without_room_for_a_completion_is_refused_with_its_lengths(loaded: Loaded, policy):
     engine = loaded(policy)
     engine.generate([request(6, CONTEXT - 2)], SamplingConfig(max_new_tokens=2))
-    with pytest.raises(BadInput, match=f"prompt row 6: {CONTEXT - 2} prompt tokens and max_new_tokens 3 .* {CONTEXT}"):
+    with pytest.raises(
+        BadInput, match=f"prompt row 6: {CONTEXT - 2} prompt tokens plus max_new_tokens \\(3\\) .* {CONTEXT}"
+    ):
         engine.generate([request(6, CONTEXT - 2)], SamplingConfig(max_new_tokens=3))
     with pytest.raises(BadInput, match="prompt row 6"):
         engine.generate([request(6, 0)], SamplingConfig(max_new_tokens=3))

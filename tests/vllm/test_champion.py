@@ -132,6 +132,6 @@ def test_a_server_that_died_is_started_again_with_the_champion(registry, served)
     [vllm] = {one.pid for one in connections if one.laddr.port == port and one.status == psutil.CONN_LISTEN}
     os.kill(vllm, signal.SIGKILL)
     server.wait_for_log("as model 'assistant'", count=before + 1)
-    assert "The server ended and is started again" in server.log.read_text()
+    assert "The vLLM server has ended and is restarted" in server.log.read_text()
     digest = registry.champion().bundle.digest
     assert server.asked("/rheostat/proof").json() == {"digest": digest}

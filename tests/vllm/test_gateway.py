@@ -273,7 +273,7 @@ def test_work_for_other_weights_is_refused(loaded, untied, digest, route, body):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (build_request(1, LONG, max_tokens=CONTEXT), f"exceed max_model_len {CONTEXT}"),
+        (build_request(1, LONG, max_tokens=CONTEXT), f"max_model_len, which is {CONTEXT}"),
         (build_request(1, [VOCABULARY + 5]), "vocabulary"),
         (build_request(1, []), "prompt"),
         (build_request(1, SHORT, max_tokens=0), "max_tokens"),

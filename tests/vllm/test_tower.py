@@ -190,7 +190,7 @@ def test_tokens_that_vllm_would_expand_again_are_refused_with_both_lengths(engin
     length = len(given)
     assert answer.status_code == 422
     # Each of the nine places of the image is one for another; of one image, the first is written out.
-    assert f"has {length} tokens, but vLLM encodes it as {length + 11} tokens" in answer.json()["error"]
+    assert f"has {length} tokens, but vLLM encodes the same prompt as {length + 11} tokens" in answer.json()["error"]
     completions, _ = server.generate(policy.version.digest, [right])
     assert len(completions[0].tokens) == 8, "what was refused leaves nothing in vLLM's caches that is not in both"
 
@@ -201,7 +201,7 @@ def test_a_file_without_the_image_is_refused_with_the_digest(engine, policy, med
     [image] = right["images"]
     server = asked_of(load_if_needed(engine, policy))
     for wrong, reason in (
-        ({"offset": image["offset"] + 1}, f"image {image['digest']}: {image['path']} contains other bytes"),
+        ({"offset": image["offset"] + 1}, f"image {image['digest']}: the content of the file {image['path']}"),
         ({"path": "/nowhere"}, "/nowhere: No such file"),
     ):
         answer = server.try_generate(policy.version.digest, [right | {"images": [image | wrong]}])

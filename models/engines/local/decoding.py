@@ -33,7 +33,7 @@ _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """Policy loaded for generation: its model, its tokenizer and its special tokens."""
+    """Policy that is loaded for generation: its model, its tokenizer and its special tokens."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
@@ -100,7 +100,7 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Generated tokens of all rows. Entries beyond the length of a row are undefined."""
+    """Generated tokens of all completions of a call. Entries beyond the length of a row are undefined."""
 
     tokens_RT: Tensor
     """Completion tokens of each row, beginning with the tokens that the completion already had."""
@@ -275,7 +275,9 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
     if not finite_B.all():
         row = rows[int(live.rows_B[~finite_B][0])]
         raise Quarantined(
-            f"policy {policy.digest}: logits are not finite at prompt row {row.prompt_row}, sample {row.sample}"
+            f"the policy with digest {policy.digest} computed NaN or infinite logits for prompt row {row.prompt_row}, "
+            f"sample {row.sample}, so no token can be sampled. Check its weights, and lower update.learning_rate if "
+            "an update has caused this"
         )
 
 
@@ -370,5 +372,8 @@ def continuation_logprobs(
 
 def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
     if not logits.isfinite().all():
-        raise Quarantined(f"policy {policy.digest}: logits of compared continuations are not finite")
+        raise Quarantined(
+            f"the policy with digest {policy.digest} computed NaN or infinite logits for continuations whose "
+            "log-probs are compared. Check its weights, and lower the learning rate if training has caused this"
+        )
     return mask_tokens(logits.double(), policy.banned).log_softmax(dim=-1)

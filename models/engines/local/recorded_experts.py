@@ -55,6 +55,9 @@ def record_experts(model: PreTrainedModel, rows: Sequence[CompletionRow], *, pol
     """Run the block while the experts chosen for each token are recorded. Raises BadInput if the model has no experts.
     `policy` is its digest for the message."""
     if not routers(model):
-        raise BadInput(f"policy {policy} has no experts to record. Remove update.router_replay")
+        raise BadInput(
+            f"update.router_replay is set, but policy {policy} has no experts whose choice could be recorded. Remove "
+            "update.router_replay"
+        )
     with record_chosen_experts(model) as choices:
         yield ExpertRecorder(choices, rows)

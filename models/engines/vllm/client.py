@@ -52,7 +52,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Stop texts and tokens that end a completion before its maximum length."""
+    """Stop texts and stop tokens. They end a completion before its maximum length."""
 
     texts: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -81,7 +81,7 @@ class ServerInfo(CompletionLine):
     lora_rank: int
     sleeps: bool
     tells_experts: bool
-    """Whether the server can report the experts that the routers of its model choose."""
+    """Whether the server can report the experts that a mixture of experts chooses for each token."""
 
 
 class Loaded(CompletionLine):
@@ -298,14 +298,15 @@ class ServerClient:
                 yield answer
                 if isinstance(answer, RequestDone):
                     return
-        raise EndpointDown(f"{self} ended its response before it was complete")
+        raise EndpointDown(f"{self} closed the connection before its response was complete")
 
     def _build_refusal(self, refused: RequestRefused, digest: str) -> RheostatError:
         if refused.digest is not None:
             return StaleWeights(
-                f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work needs {digest!r})"
+                f"{self}: {self._quoted(refused.error)} (it serves policy {refused.digest!r}, but this request needs "
+                f"policy {digest!r})"
             )
-        return self._build_failure(f"{self} failed while it responded: {self._quoted(refused.error)}")
+        return self._build_failure(f"{self} reported an error in its response: {self._quoted(refused.error)}")
 
     def _build_failure(self, message: str) -> RheostatError:
         """Return the error for a failed request: WorkerFailed if the server is healthy, because then the request is at
@@ -313,14 +314,14 @@ class ServerClient:
         return (
             WorkerFailed(message)
             if self.is_healthy()
-            else EndpointDown(f"{message}. The engine of the server has failed")
+            else EndpointDown(f"{message}. The server's engine has failed, so the server must be restarted")
         )
 
     def _parse_line(self, line: str) -> Chunk | RequestDone | RequestRefused:
         try:
             return LINES.validate_json(line)
         except ValidationError:
-            raise EndpointDown(f"{self} sent an incomplete line: {self._quoted(line)!r}") from None
+            raise EndpointDown(f"{self} sent an incomplete JSON line: {self._quoted(line)!r}") from None
 
     def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
         with self._request(method, path, body) as response:
@@ -331,7 +332,9 @@ class ServerClient:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {self._excerpt(data)!r}") from error
+            raise WorkerFailed(
+                f"{self}{path} returned an invalid response: {where}: {first['msg']}: {self._excerpt(data)!r}"
+            ) from error
 
     def _check(self, response: httpx.Response) -> None:
         """Raise the error that corresponds to the status of a response. Do nothing for status 200."""
@@ -339,7 +342,7 @@ class ServerClient:
         if status == HTTPStatus.OK:
             return
         if status == HTTPStatus.UNAUTHORIZED:
-            raise BadInput(f"{self} rejects the API key in engine.api_key_variable. Use the key of the server's start")
+            raise BadInput(f"{self} rejects the API key in engine.api_key_variable. Set it to the key of the server")
         data = response.read()
         try:
             error = Error.model_validate_json(data)
@@ -347,7 +350,7 @@ class ServerClient:
             error = Error(error=self._excerpt(data))
         error = Error(error=self._quoted(error.error), digest=error.digest)
         if status == HTTPStatus.CONFLICT:
-            raise StaleWeights(f"{self}: {error.error} (it serves {error.digest!r})")
+            raise StaleWeights(f"{self}: {error.error} (it serves policy {error.digest!r})")
         if status == HTTPStatus.UNPROCESSABLE_ENTITY:
             raise Quarantined(f"{self}: {error.error}")
         refusal = f"{self} responded with status {status}: {error.error}"

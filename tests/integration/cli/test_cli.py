@@ -104,7 +104,7 @@ def test_plot_shows_the_curves_of_one_or_several_runs(run_command, copied_store,
         (["plot", "tinny"], "did you mean 'tiny'?"),
         (["show", "tniy"], "Existing runs: tiny; did you mean 'tiny'?"),
         (["show", "{run}"], "Try tiny --store {store}"),
-        (["verify", "../tiny"], "not a path"),
+        (["verify", "../tiny"], "instead of a path"),
         (["rollouts", "tiny", "--iteration", "9"], "rollouts: it-0001 to it-0003"),
         (["placement", "tiny", "--stages"], "no finished batch"),
         (["query", "select rewards from rollouts"], "(tables: rollouts, scores, samples, iterations, policies)"),
@@ -151,12 +151,12 @@ def test_rollouts_sorts_completions_by_reward_and_length(run_command):
 def test_read_only_commands_accept_a_run_without_a_sealed_iteration(run_command, tmp_path):
     create_run(str(tmp_path), "young", {"scoring": {"rewards": [{"kind": "numeric"}]}})
     before = files_of(tmp_path)
-    assert run_command("show", "young", store=tmp_path)[:2][1].endswith("no sealed iteration yet\n")
+    assert run_command("show", "young", store=tmp_path)[:2][1].endswith("no completed iteration yet\n")
     assert run_command("runs", store=tmp_path)[0] == 0
     for command, told in [("rollouts", "--iteration"), ("export", "to export")]:
         code, _, err = run_command(command, "young", store=tmp_path)
         assert code == 2
-        assert "has no sealed iteration" in err and told in err
+        assert "has no completed iteration" in err and told in err
     assert run_command("verify", "young", store=tmp_path)[0] == 0
     assert files_of(tmp_path) == before
 

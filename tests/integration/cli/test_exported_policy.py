@@ -171,7 +171,7 @@ def test_a_policy_is_pushed_to_a_private_repository_and_fetched_by_its_name(expo
 
 
 def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory(exported, hub):
-    with pytest.raises(EndpointDown, match=r"was written but not pushed: .*401.*`hf upload team/model"):
+    with pytest.raises(EndpointDown, match=r"could not be pushed to the Hub: .*401.*`hf upload team/model"):
         push_policy(exported, "team/model", token="hf_bad")
 
 
@@ -183,7 +183,10 @@ def test_a_card_contains_no_absolute_paths(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "names"),
-    [("team/model", ["token", "HF_TOKEN", "`hf auth login`"]), ("a b", ["name on the Hub", "team/my-model"])],
+    [
+        ("team/model", ["token", "HF_TOKEN", "`hf auth login`"]),
+        ("a b", ["name on the Hugging Face Hub", "team/my-model"]),
+    ],
 )
 def test_a_push_without_a_token_or_a_valid_name_is_refused_and_writes_nothing(
     reference, tmp_path, monkeypatch, name, names

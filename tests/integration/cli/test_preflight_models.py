@@ -51,7 +51,7 @@ def test_the_painting_reward_finds_its_references_in_both_splits():
 
 def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
     warmup = "warmup={steps=1,batch_size=2}"
-    with pytest.raises(BadInput, match=r"warmup: .*policy\.side 16 x 16 pixels, found 8 x 8"):
+    with pytest.raises(BadInput, match=r"\[warmup\]: .*8 x 8 pixels, but policy\.side requires 16 x 16"):
         check_job(*PAINTINGS, "policy.side=16", warmup)
     facts = check_job(*PAINTINGS, "policy.side=8", warmup)
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]

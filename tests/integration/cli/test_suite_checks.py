@@ -90,7 +90,7 @@ def test_a_champion_with_another_tokenizer_than_the_policy_is_refused(tmp_path):
         tokenizer = scratch_tokenizer(policy, problems)
         save_policy(build_scratch(policy, tokenizer, seed=1), tokenizer, tmp_path / name)
     configured, champion = (DirectoryPolicy(path=tmp_path / name) for name in ("models", "champion"))
-    with pytest.raises(BadInput, match=r"its champion, .*has another tokenizer: token"):
+    with pytest.raises(BadInput, match=r"the champion .*has another tokenizer: token"):
         check_same_tokens(configured, champion)
     check_same_tokens(champion, champion)
     check_same_tokens(ScratchPolicy(), champion)

@@ -84,7 +84,7 @@ def test_the_largest_sizes_that_are_published_are_accepted():
 def test_a_configuration_of_a_gigabyte_is_not_read():
     with Path("model/config.json").open("ab") as file:
         file.truncate(2**30)
-    with pytest.raises(BadInput, match=rf"/model/config.json: .* {2**24} bytes, found {2**30}$"):
+    with pytest.raises(BadInput, match=rf"/model/config.json: .* {2**30} bytes, .* {2**24} bytes"):
         check_job()
 
 

@@ -122,8 +122,8 @@ def test_an_ending_in_a_reply_ends_the_dialogue_with_its_reward_and_a_final_turn
 @pytest.mark.parametrize(
     ("bad", "reasons"),
     [
-        (Reply(status=503), ("503", "attempt 2 of 2")),
-        (Reply(reset=True), ("is down",)),
+        (Reply(status=503), ("503", "in 2 attempts")),
+        (Reply(reset=True), ("did not answer a request",)),
         (Reply(body=b"<html>"), ("no chat completion",)),
         (reply_with("cut", finish_reason="length"), ("finish_reason 'length'",)),
         (reply_with(" "), ("reply is empty",)),

@@ -70,7 +70,7 @@ def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wa
     [
         ("raise", "OSError: the backend is down"),
         ("exit", "exit code 7"),
-        ("hang", "no answer after 0.5 s"),
+        ("hang", "did not respond within 0.5 s"),
         ("lie", "found 5"),
     ],
 )

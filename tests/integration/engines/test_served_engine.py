@@ -160,11 +160,11 @@ ABORTED = chunk(0, [7, 8, 9], finish="abort")
     [
         (EndpointDown, "broke off.*`rheostat engine serve vllm`", lambda lines: [*lines[:9], None]),
         (EndpointDown, '\'{"id": 2, "tok\'', lambda lines: [*lines[:4], b'{"id": 2, "tok\n', *lines[4:]]),
-        (EndpointDown, "before it was complete", lambda lines: lines[:9]),
+        (EndpointDown, "before its response was complete", lambda lines: lines[:9]),
         (EndpointDown, "1 tokens .*2 log-prob", lambda lines: [UNEVEN, *lines]),
-        (WorkerFailed, "1 completions have no end", lambda lines: [*lines[:-2], lines[-1]]),
+        (WorkerFailed, "1 completions are unfinished", lambda lines: [*lines[:-2], lines[-1]]),
         (WorkerFailed, "completion 99", lambda lines: [chunk(99, [5], finish="length"), *lines]),
-        (WorkerFailed, "12 tokens ended at 2", lambda lines: [chunk(0, [5, 6], finish="length"), *lines[2:]]),
+        (WorkerFailed, "at 2 tokens .* at 12 tokens", lambda lines: [chunk(0, [5, 6], finish="length"), *lines[2:]]),
         (Quarantined, "policy .*prompt row 0, sample 1", lambda lines: [*lines[:2], NAN, *lines[4:]]),
     ],
 )
@@ -180,10 +180,10 @@ def test_a_bad_answer_is_refused_and_the_server_is_not_queried_again(serve, poli
 @pytest.mark.parametrize(
     ("message", "line"),
     [
-        ("experts of 20 tokens, found none", WHOLE),
-        ("experts of 20 tokens, found 38 bytes", WHOLE | experts(1, 19)),
-        ("found 40 bytes", WHOLE | TWO_BYTES),
-        ("3 experts per token, found 2", ABORTED | experts(1, 11, width=3)),
+        ("experts of 20 tokens, but it returned none", WHOLE),
+        ("experts of 20 tokens, but it returned 38 bytes", WHOLE | experts(1, 19)),
+        ("returned 40 bytes", WHOLE | TWO_BYTES),
+        ("2 experts per token, but 3 for earlier tokens", ABORTED | experts(1, 11, width=3)),
     ],
 )
 def test_experts_of_other_tokens_or_layers_are_a_failure_of_the_server(serve, message, line):

@@ -300,7 +300,7 @@ async def test_waiting_work_retries_an_empty_slot_and_a_fleet_can_be_closed_duri
     pids = shared.pids
     await shared.fleet.close()
     assert await wait_until_gone(*pids)
-    with pytest.raises(ClusterFailed, match="closed while workers were being moved"):
+    with pytest.raises(ClusterFailed, match="closed while workers were moved"):
         await arranging
 
 
@@ -378,7 +378,7 @@ async def test_an_arrangement_that_changes_nothing_needs_no_answer_of_a_worker(s
 async def test_more_workers_than_slots_and_unknown_roles_are_refused(shared):
     with pytest.raises(BadInput, match=r"3 slots, .* 2"):
         await shared.arrange(2, 1)
-    with pytest.raises(BadInput, match=r"unknown roles \['critic'\]"):
+    with pytest.raises(BadInput, match=r"no roles \['critic'\]"):
         await shared.fleet.arrange({"critic": 1})
     assert shared.awake == (1, 1)
 

@@ -151,7 +151,7 @@ async def test_a_worker_with_access_to_a_gpu_is_never_forked():
         for visible in ("0", "0,1"):
             answer = ask(CUDA_VISIBLE_DEVICES=visible)
             assert parent_in(answer) == os.getpid()
-            assert "the worker may use a GPU" in answer.stderr
+            assert "a worker that may use a GPU cannot be forked" in answer.stderr
 
 
 async def test_a_process_with_a_second_thread_does_not_fork():

@@ -138,7 +138,7 @@ def test_an_answer_after_a_change_of_champion_is_refused_in_one_line(asking):
     asking.registry.append(other)
     ended = asking.resumed(YES).state
     assert ended.name == "Failed"
-    assert f"'{RUN}' was compared with record 0, but record 2 is champion now. Retrain again" in ended.message
+    assert f"run '{RUN}' with record 0, but record 2 is the champion now" in ended.message
     assert kinds(asking) == ["proposal", "promote"]
 
 

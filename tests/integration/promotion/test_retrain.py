@@ -143,7 +143,10 @@ def test_a_record_counts_the_gates_that_used_the_same_problems(weeks):
 
 def test_only_a_proposal_can_be_signed(weeks):
     ended = sign(weeks[0], "tiny-20261109")
-    assert ended.code == 2 and "'tiny-20261109' has no proposal. Runs with a proposal: tiny-20261102" in ended.output
+    assert (
+        ended.code == 2
+        and "'tiny-20261109' has not proposed a policy. Runs with a proposal: tiny-20261102" in ended.output
+    )
 
 
 def test_a_retrain_starts_from_the_champion_without_a_warm_up(weeks):
@@ -220,7 +223,7 @@ def test_a_rollback_restores_the_previous_champion_and_never_a_rejected_policy(c
     ended = give("rollback", "assistant", "--to", "4", "--reason", "its own reward rose")
     assert (
         ended.code == 2
-        and "record 4 was not a champion, so nothing can be restored. Set --to to one of 2, 3, 5" in ended.output
+        and "record 4 was never a champion, so nothing can be restored. Set --to to one of 2, 3, 5" in ended.output
     )
 
 

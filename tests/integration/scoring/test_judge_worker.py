@@ -163,7 +163,7 @@ def test_a_worker_reports_the_digest_that_it_serves_and_loads_it_once(judging):
 
 def test_a_local_judge_without_a_model_is_refused(judging):
     work = JudgeWork(iteration=3, rollouts=rollouts(judging.home, "a"), model=None, seed=5)
-    with pytest.raises(BadInput, match=r"judge honest: .* no model"):
+    with pytest.raises(BadInput, match=r"judge honest: .* does not name the model"):
         judging.worker().judge(work)
 
 
@@ -219,9 +219,9 @@ def test_scores_join_rules_and_the_majority_of_each_last_attempt(judging, score)
 @pytest.mark.parametrize(
     ("votes", "error", "message"),
     [
-        ([(4, 0, 0, 0, 1.0)], Damaged, "verdicts of honest: .*2 completions"),
-        ([(4, sample, 0, 0, 1.0) for sample in range(3)], Damaged, "verdicts of honest: .*2 completions"),
-        (None, BadInput, "verdicts of honest, found none"),
+        ([(4, 0, 0, 0, 1.0)], Damaged, "reward honest .*2 completions"),
+        ([(4, sample, 0, 0, 1.0) for sample in range(3)], Damaged, "reward honest .*2 completions"),
+        (None, BadInput, "each of honest, but it contains none"),
     ],
 )
 def test_verdicts_must_be_those_of_the_completions(score, votes, error, message):

@@ -286,7 +286,7 @@ def test_pickled_weights_are_never_opened(tmp_path, copy):
     load_reward_model(copy)
     (copy / "model.safetensors").unlink()
     for load in (check_reward_model, load_reward_model):
-        with pytest.raises(BadInput, match="pickled weights"):
+        with pytest.raises(BadInput, match=r"[Pp]ickled weights"):
             load(copy)
     assert not marker.exists()
 

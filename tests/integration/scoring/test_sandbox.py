@@ -35,7 +35,7 @@ ESCAPES = {
     "lie": "expected a float, found tests.support.hostile_rewards.Liar",
     "forge": "its process (ended with exit code 0|wrote what is no answer)",
     "killing_program": "its process was killed by SIGKILL",
-    "poison": "its process wrote what is no answer",
+    "poison": "its process wrote something other than a valid response",
     "sentinel": 0.0,
     "secret": 0.0,
     "parent": 0.0,

@@ -290,7 +290,7 @@ def test_the_tokens_of_images_count_towards_the_context_of_a_judge(tmp_path):
     chat = len(load_tokenizer(tmp_path / "seeing")("user: |assistant: ")["input_ids"])
     assert 320 - 9 <= tokens + chat + 1 <= 320, "with the 9 tokens of the image it is too long, without them it is not"
     check_served_model("eyes", blind, problems=longer, seed=0, gpus=0)
-    with pytest.raises(BadInput, match=rf"up to {tokens + chat + 12} tokens and a verdict up to 1"):
+    with pytest.raises(BadInput, match=rf"has {tokens + chat + 12} tokens and its verdict up to 1"):
         check_served_model("eyes", reward, problems=longer, seed=0, gpus=0)
 
 

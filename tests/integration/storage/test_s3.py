@@ -120,7 +120,7 @@ def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_kno
     store = replace(place, timeouts=SHORT).open()
     weather.faults = [Fault("page", "list-type")]
     for _ in ("nothing known", "warm"):
-        with pytest.raises(StoreFailed, match=r"cannot list .* no ListBucketResult"):
+        with pytest.raises(StoreFailed, match=r"cannot list .* not a ListBucketResult"):
             store.entries("manifests/")
         store.put("warm", b"")
 
@@ -153,7 +153,7 @@ def test_a_server_without_conditional_puts_is_refused_before_anything_is_written
     with s3_proxy(s3_servers.start("moto").endpoint) as (endpoint, weather):  # Ceph's checks that all headers arrive
         weather.deaf_to = (header,)
         store = s3_servers.start("moto").place(endpoint=endpoint).open()
-        with pytest.raises(BadInput, match=f"must support conditional writes, but .*{reason}"):
+        with pytest.raises(BadInput, match=f"must support conditional writes .*, but .*{reason}"):
             store.put("run.json", b"{}")
         with pytest.raises(BadInput, match="conditional writes"), store.lock("lock"):
             pass
@@ -175,7 +175,7 @@ def test_an_unusable_store_is_refused_in_one_line_and_nothing_is_written(s3_serv
         assert "the server must support conditional writes" in refused(place.uri)
         assert store.entries("") == []
         assert "the bucket does not exist" in refused("s3://no-such-bucket/runs")
-    assert "expected s3://bucket/prefix" in refused("s3://")
+    assert "must have the form s3://bucket/prefix" in refused("s3://")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.169.254")
@@ -483,7 +483,7 @@ def test_a_stopped_driver_loses_its_lease_and_commits_nothing_when_it_continues(
             before = {manifest.key for manifest in run.manifests("epoch-1/")}
             os.kill(first.pid, signal.SIGCONT)
             why = near.recv()  # where it stopped between its look at the lease and its write, the epoch stops it
-            assert "has lost its lock" in why or "another process has epoch 2" in why
+            assert "has lost its lock" in why or "another process has locked the run" in why
             assert near.recv() == "over"
             assert {manifest.key for manifest in run.manifests("epoch-1/")} == before
             run.commit(Manifest(key="epoch-2/last"))

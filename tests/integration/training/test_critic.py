@@ -131,7 +131,7 @@ def write_otherwise(kind: str, policy: Path, directory: Path) -> None:
     [
         ("tokenizer", r"critic .*classifier .* policy's tokenizer, which has 354 tokens"),
         ("language model", "sequence classifier"),
-        ("bidirectional", "for the same text inside a longer one.* causal decoder"),
+        ("bidirectional", "for the same text at the start of a longer one.* causal decoder"),
         ("encoder", "no linear layer `score`"),
     ],
 )

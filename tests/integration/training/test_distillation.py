@@ -185,7 +185,7 @@ def test_attempts_to_reach_an_endpoint_count_as_progress_and_a_dead_endpoint_is_
 
 
 def test_work_without_the_teachers_model_is_refused(uri, student):
-    with pytest.raises(BadInput, match="no teacher model"):
+    with pytest.raises(BadInput, match="does not name the teacher"):
         start(uri, MICROBATCHES).estimate(estimate_work(uri, student, None))
 
 
@@ -338,11 +338,23 @@ def every_candidate(**changes):
 @pytest.mark.parametrize(
     ("alter", "reason"),
     [
-        (lambda answer: answer["choices"][0]["prompt_logprobs"].pop(), "expected log-probs at 4 positions, found 3"),
-        (lambda answer: answer["choices"][0]["prompt_logprobs"].append(None), "at 4 positions, found 5"),
-        (position(3, None), "position 3: expected the log-prob of token 8, found none"),
-        (position(3, {"9": {"logprob": -1}}), "position 3: expected the log-prob of token 8, found those of 9"),
-        (position(2, {}), "position 2: expected the log-prob of token 7, found those of no token"),
+        (
+            lambda answer: answer["choices"][0]["prompt_logprobs"].pop(),
+            "log-probs at 3 positions, but the text has 4 tokens",
+        ),
+        (
+            lambda answer: answer["choices"][0]["prompt_logprobs"].append(None),
+            "log-probs at 5 positions, but the text has 4 tokens",
+        ),
+        (position(3, None), "at position 3, the response must contain the log-prob of token 8, but it contains none"),
+        (
+            position(3, {"9": {"logprob": -1}}),
+            "at position 3, the response must contain the log-prob of token 8, but it contains those of 9",
+        ),
+        (
+            position(2, {}),
+            "at position 2, the response must contain the log-prob of token 7, but it contains those of no token",
+        ),
         (position(2, {"7": {"logprob": None}}), "prompt_logprobs.2.7.logprob: Input should be a valid number"),
         (every_candidate(logprob=-9999.0), "logprob: Input should be greater than -9999"),
         (every_candidate(logprob=math.nan), "logprob: Input should be"),

@@ -302,11 +302,13 @@ def test_the_reference_routes_without_replay_as_a_second_model_and_as_the_base_o
     assert adapted["kl"] == pytest.approx(whole["kl"], rel=1e-2)
 
 
-@pytest.mark.parametrize(("top", "found"), [(1, "found 3"), (0, "found none")])
+@pytest.mark.parametrize(("top", "found"), [(1, "has 3"), (0, "has none")])
 def test_samples_without_the_experts_of_the_policys_routers_are_damaged(uri, top, found):
     policy = publish_mixture(uri)
     work = replayed_work(uri, policy, top=top) if top else update_work(uri, policy)
-    with pytest.raises(Damaged, match=rf"sample of \d+ tokens.* 6 experts of each token, below 6, {found}"):
+    with pytest.raises(
+        Damaged, match=rf"sample with \d+ tokens.* 6 experts with numbers below 6, but the sample {found}"
+    ):
         start_worker(uri, SMALL).update(work)
 
 
@@ -340,7 +342,7 @@ def test_a_continued_completion_keeps_the_recorded_experts_of_its_first_tokens(k
 
 def test_recording_the_experts_of_a_dense_policy_is_refused(tmp_path):
     asked = replace(example(open_store(str(tmp_path / "run")), tmp_path / "dense"), records_experts=True)
-    with pytest.raises(BadInput, match="no experts to record"):
+    with pytest.raises(BadInput, match="no experts whose choice could be recorded"):
         worker(tmp_path).generate(asked)
 
 

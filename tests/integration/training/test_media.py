@@ -157,10 +157,10 @@ def test_an_image_of_a_run_is_described_and_written_unchanged(prepared, tmp_path
     assert media.shown(digest_of(RED)).model_dump() == {
         "digest": digest_of(RED), "format": "PNG", "width": 24, "height": 24, "bytes": len(RED)
     }  # fmt: skip
-    with pytest.raises(BadInput, match=r"'ab' must match one image of run 'job', but it matches none of 0"):
+    with pytest.raises(BadInput, match=r"'ab' must be the beginning of .* of run 'job', but it matches none of 0"):
         write_image(run, "ab", tmp_path / "new.png")
     assert main(["media", "job", "ab", "--to", str(tmp_path / "new.png"), "--store", str(tmp_path / "store")]) == 2
-    assert "'ab' must match one image of run 'job'" in capsys.readouterr().err
+    assert "'ab' must be the beginning of the digest of exactly one image of run 'job'" in capsys.readouterr().err
     prompts = {"prompts/train": SimpleNamespace(shards=shards)}
     having = SimpleNamespace(store=store, name="job", find=lambda key: prompts.get(str(key)))
     assert write_image(having, digest_of(BLUE)[:6], tmp_path / "new.png").digest == digest_of(BLUE)

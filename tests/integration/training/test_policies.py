@@ -185,7 +185,7 @@ def test_a_missing_weight_is_refused_instead_of_initialized(spoilt):
 def test_truncated_weights_are_refused(spoilt):
     data = (spoilt / "model.safetensors").read_bytes()
     (spoilt / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(BadInput, match=r"model.safetensors is damaged or not complete"):
+    with pytest.raises(BadInput, match=r"model.safetensors is damaged or incomplete"):
         check_directory(spoilt)
 
 

@@ -343,6 +343,8 @@ def test_a_teacher_with_other_image_token_counts_is_refused_unless_pixel_limits_
     settings = policy / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace("1024", "144"))
     said = refusal(TeacherDirectory(path=teacher), policy)
-    assert re.search(r"an image of a.jsonl:7, 24 x 24, is 9 tokens for the teacher and [1-4] for the policy", said)
+    assert re.search(
+        r"an image of a.jsonl:7 with 24 x 24 pixels becomes 9 tokens for the teacher but [1-4] for the policy", said
+    )
     limits = PixelLimits(max_pixels=144)
     check_teacher_images(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=limits)

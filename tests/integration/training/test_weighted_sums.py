@@ -263,7 +263,7 @@ def test_peft_loads_joined_ranks_as_the_same_policy(tmp_path, adapted):
 def test_adapters_are_joined_by_rank_only_if_all_parents_are_adapters(tmp_path, adapted, parents):
     base, adapters = adapted
     said = refuse_merge({adapters[0]: 0.5, base: 0.5}, tmp_path / "target", adapters="ranks")
-    assert "adapters = 'ranks' merges only adapters" in said
+    assert "adapters = 'ranks' joins the ranks of adapters" in said
 
 
 # ---- the command

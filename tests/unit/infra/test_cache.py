@@ -70,5 +70,5 @@ def test_environment_variables_set_the_location_and_size_of_the_cache(tmp_path, 
     monkeypatch.setenv("RHEOSTAT_CACHE_GB", "3")
     assert open_cache() == Cache(tmp_path, 3 * 10**9)
     monkeypatch.setenv("RHEOSTAT_CACHE_GB", "lots")
-    with pytest.raises(BadInput, match="RHEOSTAT_CACHE_GB is 'lots', but it must be a whole number"):
+    with pytest.raises(BadInput, match="RHEOSTAT_CACHE_GB must be a whole number, but is 'lots'"):
         open_cache()

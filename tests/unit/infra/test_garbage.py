@@ -140,7 +140,7 @@ def test_a_commit_is_withdrawn_if_the_collector_deleted_its_shard(home, monkeypa
         return put(self, key, data, durable=durable)
 
     monkeypatch.setattr(LocalStore, "put", overtaken)
-    with pytest.raises(Fenced, match=r"'shards/.*' was deleted before the commit"):
+    with pytest.raises(Fenced, match=r"another process has deleted 'shards/.*'"):
         stale.commit(manifest)
     assert verify_store(open_run(str(home), "r")) == []
 

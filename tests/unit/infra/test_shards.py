@@ -147,7 +147,7 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
     read_shard(store, ref)
     for size in range(0, len(data), 97):
         store.local_path(ref.key).write_bytes(data[:size])
-        with pytest.raises(Damaged, match=f"expected {len(data)} bytes, found {size}"):
+        with pytest.raises(Damaged, match=f"must have {len(data)} bytes, but it has {size}"):
             read_shard(store, ref)
 
 
@@ -165,7 +165,7 @@ def test_a_process_caches_a_bounded_number_of_verified_shards(store, monkeypatch
 
 def test_a_missing_shard_and_a_reference_with_another_row_count_are_damage(store):
     ref = put(store)
-    with pytest.raises(Damaged, match="4 rows, found 3"):
+    with pytest.raises(Damaged, match="4 rows, but it has 3"):
         read_shard(store, ref.model_copy(update={"rows": 4}))
     store.delete(ref.key)
     with pytest.raises(Damaged, match="missing"):
@@ -207,7 +207,7 @@ def test_a_shard_of_an_older_layout_has_newer_columns_with_their_declared_values
 
 
 def test_a_column_that_no_layout_of_a_shard_has_is_named(store):
-    with pytest.raises(Damaged, match="expected the column 'turns', found row, text, logprobs"):
+    with pytest.raises(Damaged, match="must have the column 'turns', but it has row, text, logprobs"):
         read_shard(store, put(store), ["row", "turns"])
 
 

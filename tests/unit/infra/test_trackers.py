@@ -101,7 +101,7 @@ def test_a_user_tracker_must_accept_the_arguments_of_its_call():
     class Odd(FileTracker):
         implementation = "tests.support.trackers:tensorboard_series"
 
-    with pytest.raises(BadInput, match=r"must accept the arguments \(subject, settings\)"):
+    with pytest.raises(BadInput, match=r"is called with the arguments \(subject, settings\)"):
         check_tracker(Odd(path="x"))
 
 

@@ -203,7 +203,7 @@ def test_a_pattern_of_the_user_decides_where_the_number_is():
 
 @pytest.mark.parametrize("answer", ["", "many", "1/0", "#### none", "5 + 3"])
 def test_a_reference_without_one_number_is_refused(answer):
-    with pytest.raises(ValueError, match=f"no number in the reference {re.escape(repr(answer))}"):
+    with pytest.raises(ValueError, match=f"contains no number.*{re.escape(repr(answer))}"):
         judge_number("#### 1", answer)
 
 
@@ -268,7 +268,7 @@ def test_any_reference_is_refused_or_equal_to_itself_and_never_fails(answer):
     try:
         score = judge(answer, answer)
     except ValueError as error:
-        assert "no mathematics" in str(error)
+        assert "no number or formula" in str(error)
     else:
         assert score == 1.0
         assert judge(rf"\boxed{{{answer.replace('{', '').replace('}', '')}}}", "17") in (0.0, 1.0)

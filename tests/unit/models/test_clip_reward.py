@@ -183,7 +183,7 @@ def test_a_directory_that_is_not_a_complete_clip_is_refused(copy, changes, parts
 def test_a_head_must_map_the_embedding_to_one_number(clip, tmp_path, layers):
     write_head(tmp_path / "head.safetensors", **layers)
     message = refuse_reward(path=clip, head=tmp_path / "head.safetensors")
-    assert re.search(rf"{WIDTH} inputs to 1.*{re.escape(str([*layers.values()]))}", message)
+    assert re.search(rf"{WIDTH} inputs.* to 1 output.*{re.escape(str([*layers.values()]))}", message)
 
 
 def test_a_missing_directory_and_a_head_that_is_no_safetensors_or_has_a_value_are_refused(clip, tmp_path):

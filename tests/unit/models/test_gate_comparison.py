@@ -151,7 +151,7 @@ def test_scores_are_paired_by_problem_in_any_order_and_problems_of_one_side_are_
 
 def test_a_score_outside_the_stated_range_is_refused_with_the_setting():
     scores = pair_scores(np.zeros(40), np.full(40, -0.5))
-    with pytest.raises(Quarantined, match=r"between -0\.5 and 0, outside their range of 0 to 1.* `range`"):
+    with pytest.raises(Quarantined, match=r"between -0\.5 and 0, but the range is 0 to 1.* `range`"):
         compare(scores, alpha=0.01, seed=0, score_range=(0, 1))
     assert compare(scores, alpha=0.01, seed=0, score_range=(-1, 1)).method == "betting"
     assert compare(scores, alpha=0.01, seed=0).method == "bootstrap"

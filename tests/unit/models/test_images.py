@@ -140,7 +140,7 @@ def test_an_image_that_no_model_can_use_is_refused(encoded, reason):
         ("a\0.png", "expected the path of an image"),
         (base64.b64encode(RED * 40).decode(), "Base64"),
         ("data:text/plain,hello", "data:image"),
-        ("data:image/png;base64,@@", "not valid base64"),
+        ("data:image/png;base64,@@", "not contain valid Base64"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "SVG"),
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "expected an image"),
         ({"bytes": None, "path": None}, "expected an image"),

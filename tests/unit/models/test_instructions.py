@@ -193,7 +193,7 @@ def test_sentences_are_counted_without_abbreviations(text, sentences):
         (one("length_constraints:number_words", {"num_words": 3, "relation": "over"}), "must be one of less than"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, '"kwargs" must be a list'),
         ({"instruction_id_list": [], "kwargs": []}, '"instruction_id_list" must be a list'),
-        ({"func_name": "validate_no_comas"}, "no function of RLVR-IFeval.*'validate_no_commas'"),
+        ({"func_name": "validate_no_comas"}, "not a function of RLVR-IFeval.*'validate_no_commas'"),
     ],
 )
 def test_invalid_instructions_are_refused(document, message):

@@ -63,5 +63,5 @@ def test_a_reward_model_is_trained_on_the_text_that_a_policy_would_generate(tmp_
 
 def test_a_completion_that_the_template_does_not_write_after_the_prompt_is_refused(tmp_path):
     tokenizer = with_template(TEMPLATE.replace("<assistant>", "<assistant><think>"))
-    with pytest.raises(BadInput, match=r"pairs.jsonl:1: .*after the prompt"):
+    with pytest.raises(BadInput, match=r"pairs.jsonl:1: .*before the last message"):
         policy_pairs(load(tmp_path, CHOSEN), tokenizer, context=4096)

@@ -275,7 +275,7 @@ def test_training_examples_and_pairs_receive_tools_and_variables(tmp_path):
     row = {"prompt": [{"role": "user", "content": "Go."}], "chosen": "a", "rejected": "b", "tools": [FIND]}
     path = write_lines(tmp_path / "pairs.jsonl", row)
     config = FilePreferences(path=path, heldout_path=path, chat_template_kwargs={"mood": "glad"})
-    with pytest.raises(Exception, match="also a training prompt"):
+    with pytest.raises(Exception, match="also the prompt of a training pair"):
         load_preferences(config, FileData(path=path), split="heldout", seed=0)
     [pair] = load_preferences(config, FileData(path=path), split="train", seed=0)
     assert pair.template == arguments

@@ -149,7 +149,7 @@ DATA = {
 def test_the_job_that_is_proposed_for_data_fits_them_and_passes_the_input_check(kind, policy, propose):
     suffix, rows, (prompt, answer, reward) = DATA[kind]
     if kind == "chats in Parquet" and policy == "plain":
-        with pytest.raises(BadInput, match="the tokenizer has no chat template"):
+        with pytest.raises(BadInput, match="tokenizer has no chat template"):
             propose(rows, suffix, policy)
         return
     proposal, config = propose(rows, suffix, policy)

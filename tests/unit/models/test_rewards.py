@@ -92,7 +92,7 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is(star
         "raise": "RuntimeError: cannot judge <object object at 0x…>",
         "nan": "finite float.* nan",
         "exit": "exit code 0",
-        "hang": "no value.* 1 s",
+        "hang": "no score.* 1 s",
         "none": "float.* NoneType",
         "crash": "SIGSEGV",
         "inf": "finite float.* inf",
@@ -166,7 +166,7 @@ def send_to_each(path: Path, times: int, sent: signal.Signals) -> None:
 def test_a_completion_whose_process_is_ended_each_time_is_a_lost_worker_and_no_verdict(start_evaluator, harm, sent):
     evaluator = start_evaluator(OBEDIENT, timeout_seconds=0.5)
     case = Case("", harm, "", where="iteration 3, prompt 1, sample 0")
-    ends = rf"ended 4 times in a row, by {', '.join([sent] * 4)}.* memory .* scoring\.sandbox"
+    ends = rf"ended 4 times in a row \({', '.join([sent] * 4)}\).* memory .* scoring\.sandbox"
     with pytest.raises(WorkerLost, match=f"iteration 3, prompt 1, sample 0 .*{ends}"):
         evaluator.evaluate([*cases_of("1"), case])
 
@@ -211,7 +211,7 @@ def test_a_process_that_dies_during_its_imports_is_started_again(start_evaluator
 
 def test_a_process_that_ends_in_another_way_each_time_is_a_lost_worker(start_evaluator, tmp_path: Path):
     reward = TargetReward(target="tests.support.rewards:killed_in_turns")
-    with pytest.raises(WorkerLost, match="4 times in a row, by SIGKILL, SIGTERM, signal 40, SIGUSR1"):
+    with pytest.raises(WorkerLost, match=r"4 times in a row \(SIGKILL, SIGTERM, signal 40, SIGUSR1\)"):
         start_evaluator(reward).evaluate(cases_of(str(tmp_path / "turns")))
 
 

@@ -84,12 +84,12 @@ def test_a_completion_gets_the_score_worked_by_hand(settings, completion, answer
 @pytest.mark.parametrize(
     ("settings", "answer", "message"),
     [
-        ({"kind": "exact_match"}, " ", "no reference answer to compare with"),
-        ({"kind": "bleu", "reference_separator": "|"}, "|", "no reference answer to compare with"),
-        ({"kind": "json_schema"}, "{", "the reference answer is not a JSON schema"),
-        ({"kind": "json_schema"}, "[1]", "a JSON schema must be an object, found list"),
-        ({"kind": "json_schema"}, '{"type": "txt"}', r"not a valid JSON schema: \$.type"),
-        ({"kind": "language"}, "german", "'german' is no known language"),
+        ({"kind": "exact_match"}, " ", "reference answer of this problem is empty"),
+        ({"kind": "bleu", "reference_separator": "|"}, "|", "reference answer of this problem is empty"),
+        ({"kind": "json_schema"}, "{", "the answer is not a JSON schema"),
+        ({"kind": "json_schema"}, "[1]", "a JSON schema must be a JSON object, found list"),
+        ({"kind": "json_schema"}, '{"type": "txt"}', r"JSON schema is not valid at \$.type"),
+        ({"kind": "language"}, "german", "the language 'german' is not known"),
     ],
 )
 def test_a_reference_that_cannot_be_compared_with_is_named(settings, answer, message):

@@ -65,7 +65,7 @@ def test_newlines_around_an_image_are_encoded_together(directories):
 
 def test_more_images_than_placeholders_are_refused_with_both_numbers(directories):
     processor = load_processor(directories["idefics3"])
-    with pytest.raises(ValueError, match=r"<image> in the prompt is 1, .*images is 2"):
+    with pytest.raises(ValueError, match=r"<image> 1 times, but it has 2 images"):
         processor.expand([processor.place_id], [ImageSize(24, 24)] * 2)
 
 
@@ -114,5 +114,5 @@ def test_an_image_that_idefics_would_treat_as_padding_is_refused(tmp_path):
     settings.write_text(json.dumps(changed))
     black = BytesIO()
     Image.new("RGB", (24, 24)).save(black, format="PNG")
-    with pytest.raises(ValueError, match="every pixel is 0"):
+    with pytest.raises(ValueError, match="is 0 after normalization"):
         load_processor(tmp_path).prepare(black.getvalue())

@@ -36,7 +36,7 @@ def test_a_rollback_makes_the_previous_champion_the_champion_and_is_recorded_onc
         (
             ("promote", "reject", "promote"),
             2,
-            "record 2 was not a champion, so nothing can be restored. Set --to to one of 1, 3",
+            "record 2 was never a champion, so nothing can be restored. Set --to to one of 1, 3",
         ),
         (("promote", "reject", "promote"), None, "files of record 1 were deleted"),
     ],
@@ -76,7 +76,7 @@ def test_a_proposal_is_decided_once_and_a_refused_one_loses_its_files(registry, 
     with pytest.raises(BadInput, match=r"'run-a' was refused \(record 3\)"):
         promote(home, "assistant", "run-a", reason="why not")
     promote(home, "assistant", "run-b", reason="good")
-    with pytest.raises(BadInput, match=r"'run-b' was already signed \(record 4\)\. `rheostat rollback`"):
+    with pytest.raises(BadInput, match=r"'run-b' was already promoted \(record 4\)\. `rheostat rollback`"):
         refuse(home, "assistant", "run-b", reason="too late")
     assert [record.kind for record in registry.records()] == ["proposal", "proposal", "refuse", "promote"]
     prune(registry, 1)

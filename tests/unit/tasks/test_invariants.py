@@ -234,8 +234,8 @@ def test_auxiliary_scores_of_other_completions_than_those_of_the_credit_are_repo
 def test_cut_groups_that_do_not_continue_are_reported(run):
     seal = seal_with(run, "carried")
     problems = "\n".join(spoil(run, seal.key, detail(carried=[])))
-    assert f"{seal.key}: the partial groups passed on are not the groups" in problems
-    assert "the first shards do not continue the partial groups" in problems
+    assert f"{seal.key}: the unfinished groups for the next iteration are not the groups" in problems
+    assert "the first shards do not continue the unfinished groups" in problems
 
 
 def test_kept_groups_that_are_not_surplus_are_reported(run):

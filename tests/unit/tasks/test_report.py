@@ -75,7 +75,8 @@ def test_a_run_that_is_deleted_while_a_command_reads_it_is_named(store, tmp_path
     monkeypatch.setattr(LocalStore, "children", delete_after_first_listing)
     ended = run_command(*(word.replace("HOME", str(tmp_path)) for word in words), "--store", str(tmp_path / "store"))
     where = (tmp_path / "store").as_uri()
-    assert (ended.code, ended.output) == (1, f"rheostat: run 'long' was deleted from {where} while it was read\n")
+    message = f"rheostat: run 'long' was deleted from the store {where} while it was read. Choose another run\n"
+    assert (ended.code, ended.output) == (1, message)
     assert not list(tmp_path.glob("*.*"))
 
 
@@ -199,7 +200,7 @@ def test_the_commands_write_pages_and_refuse_invalid_output_paths(store, tmp_pat
     assert "rollout.group_size     4      3" in shown and "other - long: no paired test: " in shown
     assert "<h1>long and other</h1>" in (tmp_path / "both.html").read_text()
     assert main(["report", "long", *where, "--to", str(tmp_path / "none/page.html")]) == 2
-    assert "must be a file in an existing directory" in capsys.readouterr().err
+    assert "Name a file in an existing directory" in capsys.readouterr().err
     assert main(["report", "lomg", *where, "--to", str(tmp_path / "page.html")]) == 2
     assert "did you mean 'long'" in capsys.readouterr().err
     assert main(["compare", "long", *where]) == 2

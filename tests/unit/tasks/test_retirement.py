@@ -119,7 +119,9 @@ def test_no_policy_is_deleted_while_the_manifest_that_replaced_one_is_missing(tm
             if number:
                 detail = {"policy": empty_bundle(0 if number == 3 else number).digest}
                 run.commit(Manifest(key=f"it-{number:04d}/seal", detail=detail))
-        with pytest.raises(Damaged, match=r"the seal of iteration 3 names policy 0{16}.*Restore the missing manifest"):
+        with pytest.raises(
+            Damaged, match=r"the end record of iteration 3 names policy 0{16}.*Restore the missing manifest"
+        ):
             retire_policies(in_process(run, keep_last=2), Iteration(run, 3))
         assert stored_bundles(run, range(4)) == [0, 1, 2, 3]
 

@@ -136,7 +136,7 @@ def test_a_checkout_without_a_champion_or_onto_a_folder_is_refused(registry, che
     append_record(registry, tmp_path, "a")
     link.mkdir(parents=True)
     code, _, err = checkout()
-    assert code == 2 and f"{link} must be a symbolic link or not exist, found a folder" in err
+    assert code == 2 and f"{link} must be a symbolic link or not exist, but it is a folder" in err
 
 
 def test_a_follower_uses_each_champion_and_keeps_the_last_while_the_store_cannot_be_read(registry, tmp_path, caplog):

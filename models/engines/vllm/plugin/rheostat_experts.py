@@ -103,7 +103,10 @@ class RecordedExperts:
     async def begin(self) -> None:
         """Start recording the experts of later requests. Raises Refused if the server cannot report experts."""
         if not await self.find_layers():
-            raise Refused("experts: the server was not started with --experts, or its model has none")
+            raise Refused(
+                "the request asks for the chosen experts, but the server was started without --experts, or its model "
+                "has no experts"
+            )
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_note_experts")
 

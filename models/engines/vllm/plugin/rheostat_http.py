@@ -15,10 +15,8 @@ LINES = [(b"content-type", b"application/x-ndjson")]
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole body of a request.
-
-    Raises ConnectionResetError if the caller disconnects before the body is complete.
-    """
+    """Return the whole body of an HTTP request. Raises ConnectionResetError if the caller disconnects before the body
+    is complete."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -30,7 +28,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def reply(send: Send, status: int, answer: Mapping[str, object]) -> None:
-    """Send a response with one JSON object."""
+    """Send an HTTP response whose body is one JSON object."""
     await send({"type": "http.response.start", "status": status, "headers": JSON})
     await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
@@ -41,7 +39,11 @@ async def refuse_stranger(kind: object, send: Send) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
-        await reply(send, 401, {"error": "expected the header 'Authorization: Bearer KEY' with this server's key"})
+        await reply(
+            send,
+            401,
+            {"error": "the request needs the header 'Authorization: Bearer KEY' with the API key of this server"},
+        )
 
 
 async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -> None:

@@ -50,8 +50,9 @@ async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalIn
     token_ids: list[int] = engine_input["prompt_token_ids"]
     if token_ids != prompt.tokens:
         raise Refused(
-            f"a prompt with {len(prompt.images)} images has {len(prompt.tokens)} tokens, but vLLM encodes it as "
-            f"{len(token_ids)}{' different' if len(token_ids) == len(prompt.tokens) else ''} tokens",
+            f"a prompt with {len(prompt.images)} images has {len(prompt.tokens)} tokens, but vLLM encodes the same "
+            f"prompt as {len(token_ids)}{' different' if len(token_ids) == len(prompt.tokens) else ''} tokens. The "
+            "image processor settings of the policy and of vLLM differ",
             status=422,
         )
     return engine_input
@@ -69,7 +70,7 @@ def _read(picture: Picture) -> Image.Image:
     except OSError as error:
         raise Refused(f"image {picture.digest}: {picture.path}: {error.strerror}") from error
     if (digest := blake3(encoded).hexdigest()) != picture.digest:
-        raise Refused(f"image {picture.digest}: {picture.path} contains other bytes, with digest {digest}")
+        raise Refused(f"image {picture.digest}: the content of the file {picture.path} has the digest {digest} instead")
     try:
         image: Image.Image = decoder.decode_rgb(encoded)
     except ValueError as error:

@@ -60,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One completion to generate, as part of a request."""
+    """One completion to generate, as part of a request to the server."""
 
     name: int
     prompt: Prompt
@@ -97,16 +97,14 @@ def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
     fields = _fields(body)
     adapter = fields.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
-        raise Refused(f"adapter: expected a directory or null, found {adapter!r}")
+        raise Refused(f"`adapter` must be the path of a directory or null, found {adapter!r}")
     drain = fields.get("drain", False) is True
     return Path(_field(fields, "directory", str)), None if adapter is None else Path(adapter), drain
 
 
 def read_work(body: bytes) -> Work:
-    """Parse a request for completions. The token IDs are left for vLLM to check.
-
-    Raises Refused if a field is missing or has the wrong type, or if two completions have the same ID.
-    """
+    """Parse the body of a request for completions. Raises Refused if a field is missing or has the wrong type, or if
+    two completions have the same ID. The token IDs are left for vLLM to check."""
     fields = _fields(body)
     sampling_fields = _field(fields, "sampling", dict)
     sampling = Sampling(
@@ -129,7 +127,7 @@ def read_work(body: bytes) -> Work:
         for one in _field(fields, "requests", list)
     ]
     if len({one.name for one in requests}) < len(requests):
-        raise Refused("requests: ids must be unique")
+        raise Refused("`requests` contains an id twice, but the ids of a request must be unique")
     return Work(digest=_field(fields, "digest", str), sampling=sampling, requests=requests)
 
 
@@ -148,7 +146,7 @@ def read_questions(body: bytes) -> Questions:
     rows = {"prompts": [prompt.tokens for prompt in questions.prompts], "continuations": questions.continuations}
     for name, tokens in rows.items():
         if not all(isinstance(row, list) and row for row in tokens):
-            raise Refused(f"{name}: expected lists of at least one token each")
+            raise Refused(f"`{name}` must contain only lists of at least one token")
     return questions
 
 
@@ -172,9 +170,9 @@ def _fields(body: bytes) -> dict[str, object]:
     try:
         fields = json.loads(body)
     except ValueError as error:
-        raise Refused(f"expected a JSON object: {error}") from error
+        raise Refused(f"the body of the request is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise Refused(f"expected a JSON object, found {type(fields).__name__}")
+        raise Refused(f"the body of the request must be a JSON object, found {type(fields).__name__}")
     return fields
 
 

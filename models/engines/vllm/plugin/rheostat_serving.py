@@ -68,7 +68,9 @@ class Serving:
         """Raise Refused unless the server serves the policy `digest`."""
         if digest != self.digest or not digest:
             raise Refused(
-                f"policy {digest} was requested, but {self.digest or 'none'} is served", status=409, digest=self.digest
+                f"the request is for policy {digest}, but the server serves {self.digest or 'none'}",
+                status=409,
+                digest=self.digest,
             )
 
     async def verify_digest(self) -> str:
@@ -136,10 +138,13 @@ class Serving:
         if differing := sorted(
             name for name in shape.keys() | self._shape.keys() if shape.get(name) != self._shape.get(name)
         ):
-            raise Refused(f"{weights.directory} differs from the server's model in {', '.join(differing)}")
+            raise Refused(
+                f"the model in {weights.directory} differs from the one with which the server was started in "
+                f"{', '.join(differing)}. Start a server for this model"
+            )
         files = [str(weights.directory / name) for name in sorted(weights.files) if name.endswith(".safetensors")]
         if not files:
-            raise Refused(f"{weights.directory} has no safetensors file, only {', '.join(sorted(weights.files))}")
+            raise Refused(f"{weights.directory} contains no safetensors file, only {', '.join(sorted(weights.files))}")
         await self.engine.collective_rpc("rheostat_load", args=(files,))
         return num_bytes
 
@@ -171,12 +176,13 @@ def _open(directory: Path) -> Bundle:
         data = path.read_bytes()
         files: dict[str, dict[str, object]] = json.loads(data)["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{path} is not a valid table of contents of a bundle: {error}") from error
+        raise Refused(f"{path} is not a valid list of the files in a stored model: {error}") from error
     return Bundle(directory=directory, digest=blake3(data).hexdigest(), files=files)
 
 
 def _verify(bundle: Bundle) -> int:
-    """Hash every file of a bundle and return their total size in bytes. Raises Refused if a digest differs."""
+    """Compute the digests of all files of a bundle and return their total size in bytes. Raises Refused if a digest
+    differs from the recorded one."""
     for name, file in bundle.files.items():
         path = bundle.directory / name
         try:
@@ -184,7 +190,7 @@ def _verify(bundle: Bundle) -> int:
         except OSError as error:
             raise Refused(f"{path} cannot be read: {error}") from error
         if digest != file["digest"]:
-            raise Refused(f"{path}: expected digest {file['digest']}, found {digest}")
+            raise Refused(f"{path} is damaged: its digest must be {file['digest']}, but it is {digest}")
     return sum(int(str(file["bytes"])) for file in bundle.files.values())
 
 

@@ -35,7 +35,10 @@ class Gateway:
     def __init__(self, app: App) -> None:
         key = os.environ.get(KEY_VARIABLE, "")
         if not key:
-            raise ValueError(f"{KEY_VARIABLE} is empty. Set an API key, or the server would serve everybody")
+            raise ValueError(
+                f"the environment variable {KEY_VARIABLE} is empty. Set it to an API key, because the server would "
+                "accept requests from everybody otherwise"
+            )
         self._app = app
         self._expected = f"Bearer {key}".encode()
         self._serving: Serving | None = None

@@ -35,7 +35,10 @@ class Weights:
             loaded = model.load_weights(_tensors(files))
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
         if missing := {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} - loaded:
-            raise ValueError(f"{files[0]}: tensors for {', '.join(sorted(missing))} are missing")
+            raise ValueError(
+                f"{files[0]}: the file does not contain the tensors of {', '.join(sorted(missing))}, which the model "
+                "needs"
+            )
         for module in model.modules():
             if _keeps_packed_copy(module):  # layer-wise loading leaves the copy of the old weights in use
                 module.quant_method.process_weights_after_loading(module)
