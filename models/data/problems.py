@@ -344,8 +344,7 @@ def add_system_message(prompt: Prompt, text: str) -> Prompt:
 HELDOUT_SHARE: Final = 0.1
 """Share of generated problems that are held out."""
 MAX_FRUITLESS_DRAWS: Final = 5000
-"""Number of samples without a new problem after which sampling stops. One sample in ten belongs to the held-out
-part."""
+"""Number of samples in a row without a new problem after which sampling stops. One sample in ten is held out."""
 
 
 def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
