@@ -94,7 +94,7 @@ def propose_job(request: ProposalRequest) -> JobProposal:
     lines = [
         *_write_head(request, inputs, propose_iterations(max(1, num_train), int(prompts.value))),
         *_write_data(request, inputs, too_long=too_long),
-        *_write_policy(request),
+        *_write_policy(request, inputs),
         *_write_rollout(prompts, new_tokens),
         *_write_scoring(request, inputs.reward),
         *_write_update(
@@ -266,13 +266,21 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
         yield f'on_too_long = "drop" # excludes {too_long:,} problems that leave no room for a completion'
 
 
-def _write_policy(request: ProposalRequest) -> Iterator[str]:
+def _write_policy(request: ProposalRequest, inputs: _Inputs) -> Iterator[str]:
+    """Yield the lines of the policy, and a hint about training on the answers first.
+
+    Numbers without `####` are no examples: the reward `numeric` gives 0 to a completion without this mark.
+    """
     yield "\n[policy]"
     yield 'kind = "directory"'
     yield f"path = {_encode(_place(request.policy, request.folder))}"
-    yield "\n# If most rewards are 0 at the start, train on the answers first:"
-    yield "# [warmup]"
-    yield "# steps = 300"
+    if inputs.reward.kind == "numeric" and not all("####" in each.answer for each in inputs.train):
+        yield "\n# If most rewards are 0 at the start, train first on chats that end with #### and the number"
+        yield "# ([warmup.chats])."
+    else:
+        yield "\n# If most rewards are 0 at the start, train on the answers first:"
+        yield "# [warmup]"
+        yield "# steps = 300"
 
 
 def _write_rollout(prompts: Value, new_tokens: Value) -> Iterator[str]:

@@ -12,6 +12,7 @@ from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
 from models.config.proposals import JobProposal, ProposalRequest
 from models.proposals.job import propose_job
+from models.rewards.rules import build_reward
 from tasks.config.documents import place_document
 from tasks.config.run import RunConfig, override_config
 from tests.support.refused_folders import copy_model
@@ -190,6 +191,17 @@ def test_prompts_that_already_ask_for_the_mark_get_no_instruction(propose):
     rows = [{"prompt": f"{n} + 1? Write #### and the number.", "answer": str(n + 1)} for n in range(ROWS)]
     _, config = propose(rows, policy="plain")
     assert config.data.template == "{prompt}\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_proposed"), [(["7", "8"], False), (["1 + 6 = 7 #### 7", "8 #### 8"], True), (["good", "bad"], True)]
+)
+def test_training_on_the_answers_is_only_proposed_if_the_reward_accepts_them(answers, is_proposed, propose):
+    rows = [{"prompt": f"Question {n}", "answer": answers[n % 2]} for n in range(ROWS)]
+    proposal, config = propose(rows)
+    reward = build_reward(config.scoring.rewards[0])
+    assert {reward("", answer, answer) for answer in answers} == {float(is_proposed)}
+    assert ("# [warmup]" in proposal.document) == is_proposed
 
 
 def test_a_judge_is_proposed_for_free_texts_and_for_data_without_answers(propose, models):
