@@ -13,8 +13,8 @@ from infra.validation_errors import nearest
 from models.config.job import Job
 
 Measured = Callable[[int], Mapping[str, float]]
-"""Function that returns the metrics in the seal of an iteration, given the iteration's number. It returns no metrics
-for an iteration that was reverted."""
+"""Function that takes the number of an iteration and returns the metrics stored when the iteration was committed. The
+mapping is empty if the iteration was reverted."""
 
 LENGTH: Final = "credit/length_mean"
 REWARD: Final = "credit/reward_mean"
@@ -40,48 +40,53 @@ MEASURED: Final = {
         *("value_clip_fraction", "value_error_max", "explained_variance", "critic_grad_norm"),
     ),
 }
-"""Metrics that Rheostat's algorithms and losses record, by stage. Each reward term adds a mean and a standard
-deviation."""
+"""Names of the metrics that Rheostat's algorithms and losses record, by stage ("credit" or "update"). Each reward term
+adds a mean and a standard deviation."""
 
 
 class Alarm(Settings):
-    """Fields common to all alarms."""
+    """Fields common to all alarms. An alarm compares a training metric with a bound after each iteration."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")] | None = None
-    """Name of the alarm, which must be unique. The default is its kind."""
+    """Name of the alarm, which must be unique. The default is the alarm's `kind`."""
     action: Annotated[Literal["warn", "stop", "revert"], RenamedValue("return", "revert")] = "warn"
-    """Action in addition to a log line and an event: `stop` ends the run after the iteration. `revert` reverts the run:
-    the next iteration starts from the policy that generated the last iteration that was not reverted."""
+    """Action in addition to a log line and an event. `warn` does nothing else. `stop` ends the run after the iteration.
+    `revert` discards the policy: the next iteration starts from the policy that generated the last iteration that was
+    not reverted."""
     max_reverts: Annotated[int, Field(ge=0), RenamedFrom("returns")] = 3
-    """Maximum number of times that this alarm may revert a run. The next time it ends the run."""
+    """Maximum number of times that this alarm may revert a run. When the alarm is raised once more, it ends the run."""
 
     @property
     def label(self) -> str:
-        """Name of the alarm in messages."""
+        """Name of the alarm in messages: the configured name, or the kind of the alarm."""
         return self.name or str(getattr(self, "kind", ""))
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the metrics of iteration `number` are beyond the bound. Return None if they are not, or
-        if metrics are missing."""
+        """Return a message if the metrics of iteration `number` are beyond the alarm's bound. Return None if they are
+        not, or if metrics are missing. `measured` returns the metrics of an iteration."""
         raise NotImplementedError
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield one line per reason why this alarm could never be raised in the job."""
+        """Yield one message for each reason why this alarm could never be raised in the job, such as a metric that no
+        stage records."""
         yield from ()
 
 
 class LengthCollapse(Alarm):
-    """Completions much shorter than before: raised if their mean length falls below a share of the mean of the
-    preceding iterations."""
+    """Alarm that is raised if completions are much shorter than before: their mean length falls below a share of the
+    mean length in the preceding iterations."""
 
     kind: Literal["length_collapse"] = "length_collapse"
     window: Positive = 5
-    """Number of preceding iterations to compare with. No alarm is raised before there are that many."""
+    """Number of preceding iterations whose mean length is the reference. No alarm is raised before the run has that
+    many iterations."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the preceding iterations' mean length below which the alarm is raised."""
+    """Share of the preceding iterations' mean length. The alarm is raised below this share: 0.5 means half of the
+    length."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the mean length in tokens is below the bound, else None."""
+        """Return a message if the mean completion length in tokens of iteration `number` is below the bound, else
+        None."""
         now, before = (
             measured(number).get(LENGTH),
             _collect_values(LENGTH, _iterations_before(number, self.window), measured),
@@ -93,18 +98,18 @@ class LengthCollapse(Alarm):
 
 
 class RewardDip(Alarm):
-    """Mean reward far below the best mean reward of the preceding iterations."""
+    """Alarm that is raised if the mean reward is far below the best mean reward of the preceding iterations."""
 
     kind: Literal["reward_dip"] = "reward_dip"
     window: Positive = 5
-    """Number of preceding iterations among which the best mean reward is searched. No alarm is raised before there are
-    that many."""
+    """Number of preceding iterations from which the best mean reward is taken. No alarm is raised before the run has
+    that many iterations."""
     bound: Annotated[float, Field(gt=0)] = 1.0
-    """Drop that raises the alarm, in standard deviations of the reward over completions. The larger standard deviation
-    of the two compared iterations is used."""
+    """Drop of the mean reward that raises the alarm, in standard deviations of the reward over completions. Of the
+    standard deviations of the two compared iterations, the larger one is used."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the mean reward dropped by more than the bound, else None."""
+        """Return a message if the mean reward of iteration `number` dropped by more than the bound, else None."""
         now = measured(number)
         best = max(
             (each for k in _iterations_before(number, self.window) if REWARD in (each := measured(k))),
@@ -122,16 +127,17 @@ class RewardDip(Alarm):
 
 
 class EntropyCollapse(Alarm):
-    """Entropy far below the mean of the first iterations, which means that the policy hardly explores any more."""
+    """Alarm that is raised if the entropy is far below its mean in the first iterations. Such a policy hardly explores
+    any more."""
 
     kind: Literal["entropy_collapse"] = "entropy_collapse"
     window: Positive = 5
     """Number of first iterations whose mean entropy is the reference. No alarm is raised in these iterations."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of the first iterations' mean entropy below which the alarm is raised."""
+    """Share of the first iterations' mean entropy. The alarm is raised below this share."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the entropy in nats per token is below the bound, else None."""
+        """Return a message if the entropy of iteration `number` (nats per token) is below the bound, else None."""
         if number <= self.window or ENTROPY not in (now := measured(number)):
             return None
         first = _collect_values(ENTROPY, range(1, self.window + 1), measured)
@@ -142,18 +148,18 @@ class EntropyCollapse(Alarm):
 
 
 class KlDrift(Alarm):
-    """Divergence of the policy from the reference (the initial policy) above a bound. Needs a KL penalty, which
-    measures the divergence."""
+    """Alarm that is raised if the KL divergence of the policy from the initial policy exceeds a bound. The alarm needs
+    a KL penalty (`update.kl` or `algorithm.kl`), because only a penalty measures the divergence."""
 
     kind: Literal["kl"] = "kl"
     window: Positive = 1
-    """Number of newest iterations whose mean is compared with the bound."""
+    """Number of newest iterations whose mean divergence is compared with the bound."""
     bound: Annotated[float, Field(gt=0)] = 1.0
-    """Divergence in nats per token above which the alarm is raised."""
+    """KL divergence in nats per token above which the alarm is raised."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the KL divergence exceeds the bound, else None. If the loss does not measure the
-        divergence, the measurement of the reward's KL penalty is used."""
+        """Return a message if the KL divergence of the newest iterations exceeds the bound, else None. If the loss has
+        no KL penalty, the divergence measured by the KL penalty in the reward is used."""
         now = measured(number)
         metric = next((name for name in ("update/kl", "credit/kl") if name in now), None)
         if (
@@ -165,7 +171,7 @@ class KlDrift(Alarm):
         return f"the policy is {mean:.3g} nats per token away from the reference, more than {self.bound:g}"
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield a reason if no KL penalty is configured, because only a penalty measures the divergence."""
+        """Yield a message if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
             yield (
                 "this alarm compares the KL divergence from the reference policy, but the run does not measure it. "
@@ -174,21 +180,22 @@ class KlDrift(Alarm):
 
 
 class MetricAlarm(Alarm):
-    """Any metric of the credit or update stage in `metrics.jsonl`, compared with a bound."""
+    """Alarm that compares any metric of the credit or update stage in `metrics.jsonl` with a bound."""
 
     kind: Literal["metric"] = "metric"
     metric: str
     """Name of the metric in `metrics.jsonl`, such as `update/grad_norm_max`."""
     side: Literal["above", "below"] = "above"
-    """Side of the bound on which the alarm is raised."""
+    """Side of the bound on which the alarm is raised: "above" for metrics that must not become too large, "below" for
+    metrics that must not become too small."""
     bound: float
-    """Bound in the unit of the metric."""
+    """Bound for the mean of the metric, in the unit of the metric."""
     window: Positive = 1
     """Number of newest iterations whose mean is compared with the bound."""
 
     @property
     def label(self) -> str:
-        """Name of the alarm in messages."""
+        """Name of the alarm in messages: the configured name, or the name of the metric."""
         return self.name or self.metric
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
@@ -200,7 +207,7 @@ class MetricAlarm(Alarm):
         return f"{self.metric} is {mean:.4g}{of}, {self.side} {self.bound:g}"
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield a reason if no stage records this metric. Metrics of user-defined algorithms and losses are not
+        """Yield a message if no stage records this metric. Metrics of user-defined algorithms and losses are not
         checked."""
         metrics = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
         metrics += [f"{stage}/{name}" for stage, names in MEASURED.items() for name in names]
@@ -215,12 +222,12 @@ AlarmConfig = Annotated[
 ]
 
 ROUNDING: Final = 1e-9
-"""Drop in the mean reward, relative to its size, that is ignored as rounding: equal rewards summed in another order
-differ by less."""
+"""Drop of the mean reward, relative to its size, that is ignored. Equal rewards that are summed in another order differ
+by less than this because of rounding."""
 
 
 def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
-    """Yield one line per conflict between a job's alarms, or between an alarm and the job."""
+    """Yield one message for each pair of alarms with the same name, and for each alarm that does not fit the job."""
     names = set[str]()
     for alarm in alarms:
         where = f"alarms: {alarm.label!r}"
@@ -247,8 +254,8 @@ def _collect_values(metric: str, numbers: Iterable[int], measured: Measured) -> 
 
 
 def _mean_of_window(metric: str, number: int, window: int, measured: Measured) -> float | None:
-    """Return the mean of a metric over the last `window` iterations up to iteration `number`. Return None if this
-    iteration lacks the metric or if there are fewer iterations."""
+    """Return the mean of a metric over the `window` iterations that end with iteration `number`. Return None if this
+    iteration lacks the metric or if the run has fewer iterations."""
     if number < window or metric not in measured(number):
         return None
     return fmean(_collect_values(metric, range(number + 1 - window, number + 1), measured))

@@ -21,66 +21,70 @@ class Overlong(Settings):
     13)."""
 
     buffer: Positive
-    """Number of tokens before the limit over which the penalty grows."""
+    """Number of tokens before the length limit over which the penalty grows from 0 to `penalty`."""
     penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Amount subtracted from the reward of a completion that reaches the limit."""
+    """Amount subtracted from the reward of a completion whose length reaches the limit."""
 
 
 class RewardKl(Settings):
-    """Penalty on the divergence from the initial policy, subtracted from the reward of each token."""
+    """Penalty on the KL divergence of the policy from the initial policy, subtracted from the reward of each token."""
 
     kind: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL divergence per token: k1, k2 or k3 (Schulman, "Approximating KL divergence")."""
     coefficient: Annotated[float, Field(gt=0)] = 1e-2
-    """Factor of the penalty. With `adaptive`, the initial factor."""
+    """Factor by which the divergence is multiplied. With `adaptive`, this is the initial factor."""
     adaptive: AdaptiveKl | None = None
     """Controller that changes the coefficient after each iteration. If not set, the coefficient is constant."""
 
 
 # ---- algorithms
 class CriticConfig(Settings):
-    """Value model (critic): a sequence classifier with one output. The critic predicts a value at every token and is
-    trained together with the policy."""
+    """Value model (critic): a sequence classifier with one output, which predicts a value at every token and is trained
+    together with the policy."""
 
     path: ModelLocation | None = None
-    """Directory, or model on the Hugging Face Hub, to start from, such as a reward model. If not set, the critic starts
-    as the initial policy with a zero-initialized head."""
+    """Directory, or model on the Hugging Face Hub, from which the critic is loaded, such as a reward model. If not set,
+    the critic starts as a copy of the initial policy with a zero-initialized output head."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
     """Peak learning rate of the critic. Its other optimizer settings are those of `update`."""
     clip: Annotated[float, Field(gt=0)] = 0.2
     """Maximum change of a predicted value by the update: larger changes are clipped in the loss (PPO's clipped value
     loss)."""
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
-    """Number of first iterations in which the critic is trained and the policy is not."""
+    """Number of iterations at the start of the run in which only the critic is trained and the policy stays
+    unchanged."""
 
 
 class Algorithm(Variant):
-    """Fields common to all algorithms. `implementation` names a `models.algorithms.experience.AdvantageFunction`."""
+    """Fields common to all algorithms that compute advantages. `implementation` is the import path of a
+    `models.algorithms.experience.AdvantageFunction`."""
 
     informative: ClassVar[str] = "models.algorithms.ragged:rewards_differ"
-    """`pkg.mod:function` that selects the informative groups, an `InformativeFunction`. The default selects groups with
-    unequal total rewards."""
+    """Import path `pkg.mod:function` of an `InformativeFunction`, which selects the groups worth training on
+    (informative groups). The default selects groups whose completions have unequal total rewards."""
     compares_groups: ClassVar[bool] = False
-    """Whether the algorithm compares the completions of a group, which needs at least two completions per group."""
+    """Whether the algorithm compares the completions of a group (same prompt) with each other. If so,
+    `rollout.group_size` must be at least 2."""
     equal_rewards_teach: ClassVar[bool] = False
-    """Whether groups with equal rewards are as useful for training as other groups. If so, these groups are trained on
-    and dynamic sampling never replaces them."""
+    """Whether groups with equal rewards are as useful for training as other groups. If so, they are trained on, and
+    dynamic sampling cannot be used, because it would replace them."""
     credits_steps: ClassVar[bool] = False
-    """Whether scores of steps are credited to the tokens of these steps, in addition to the reward of the whole
-    completion."""
+    """Whether the scores of reasoning steps change the advantages of the tokens in these steps, in addition to the
+    reward of the whole completion."""
 
     overlong: Overlong | None = None
-    """Penalty on completions that come close to the length limit. If not set, there is no such penalty."""
+    """Penalty on completions whose length comes close to the limit. If not set, there is no such penalty."""
     mask_truncated: bool = False
     """Whether completions that reached the length limit are excluded from the loss (overlong filtering, DAPO). Their
-    rewards still count in the baselines of their groups."""
+    rewards still count in the mean reward of their group."""
     distillation: Distillation | None = None
-    """On-policy distillation: adds the log-prob difference between a teacher and the policy to the advantage of each
-    token. If not set, there is no teacher."""
+    """On-policy distillation, which adds the log-prob difference between a teacher and the policy to the advantage of
+    each token. If not set, there is no teacher."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """KL penalty in the reward, or None. If set, the initial policy scores every token as the reference."""
+        """KL penalty in the reward, or None if there is none. If set, the initial policy computes the log-prob of every
+        token as the reference."""
         return None
 
     @property
@@ -91,18 +95,18 @@ class Algorithm(Variant):
 
     @property
     def keeps_uninformative(self) -> bool:
-        """Whether groups with equal rewards are trained on too, because their tokens may have advantages from other
-        sources."""
+        """Whether groups with equal rewards are trained on too. This is the case if their tokens can have advantages
+        other than 0, for example from a critic or a teacher."""
         return self.equal_rewards_teach or self.distillation is not None
 
     def functions(self) -> dict[str, tuple[str, ...]]:
-        """Return the class variables that name functions, each with the names of the arguments that its function
-        receives."""
+        """Return the names of the class variables that contain an import path, each with the names of the arguments
+        that the imported function receives."""
         return {"implementation": ("experience", "algorithm"), "informative": ("scored", "algorithm")}
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of the algorithm with other settings. Only the first line is shown to
-        the user."""
+        """Yield one message for each setting of the job with which this algorithm cannot be combined. Only the first
+        message is shown to the user."""
         if self.compares_groups and job.rollout.group_size < 2:
             yield (
                 f"rollout.group_size is {job.rollout.group_size}, but algorithm.kind = {self.label!r} compares the "
@@ -147,49 +151,51 @@ def _find_dynamic_conflicts(job: "Job", *, keep_uninformative: bool) -> Iterator
 
 
 class GroupRelative(Algorithm):
-    """Fields common to algorithms that compare each reward with the other rewards of its group."""
+    """Fields common to algorithms that compare the reward of a completion with the other rewards of its group."""
 
     implementation = "models.algorithms.group_relative:group_relative"
     informative = "models.algorithms.group_relative:informative"
     compares_groups = True
     relative: ClassVar[str]
-    """`pkg.mod:function` that computes the advantages of completions from the rewards of their groups, a
-    `models.algorithms.group_relative.Relative`."""
+    """Import path `pkg.mod:function` of a `models.algorithms.group_relative.Relative`, which computes the advantages of
+    completions from the rewards of their groups."""
 
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and make the
-    other groups count less in the mean loss."""
+    """Whether groups with equal rewards are trained on too. Their advantages are 0, so they only contribute through a
+    KL penalty and lower the weight of the other groups in the mean loss."""
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
-    """Combination of several reward terms: "sum_then_normalise" computes advantages from the weighted sum of the terms.
-    "normalise_then_sum" computes the advantages of each term and adds these by weight."""
+    """Order of combining several reward terms: "sum_then_normalise" computes advantages from the weighted sum of the
+    terms, "normalise_then_sum" computes the advantages of each term and then adds them by weight."""
     kl: RewardKl | None = None
-    """KL penalty subtracted from the reward of the whole completion. If not set, there is no such penalty."""
+    """KL penalty, summed over the tokens of a completion and subtracted from its reward. If not set, there is no such
+    penalty."""
     advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
-    """Maximum absolute value of the advantages from rewards. If not set, advantages are not clipped."""
+    """Maximum absolute value of an advantage that is computed from rewards. If not set, advantages are not clipped."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """KL penalty in the reward, or None."""
+        """KL penalty in the reward, or None if there is none."""
         return self.kl
 
     @property
     def keeps_uninformative(self) -> bool:
-        """Whether groups with equal rewards are trained on too."""
+        """Whether groups with equal rewards are trained on too, because `keep_uninformative` or a teacher is set."""
         return self.keep_uninformative or super().keeps_uninformative
 
     @property
     def compares_by(self) -> str:
-        """Import string `pkg.mod:function` of the function that computes the advantages of completions within their
+        """Import path `pkg.mod:function` of the function that computes the advantages of completions within their
         groups."""
         return self.relative
 
     def functions(self) -> dict[str, tuple[str, ...]]:
-        """Return the functions of every algorithm, and `relative`, with the names of their arguments."""
+        """Return the class variables that contain an import path, including `relative`, each with the names of the
+        arguments that the imported function receives."""
         return {**super().functions(), "relative": ("rewards_N", "group_N", "num_groups")}
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings. Terms that are normalized separately do not support
-        penalties in the reward."""
+        """Yield one message for each setting of the job with which this algorithm cannot be combined. Reward terms that
+        are normalized separately do not support penalties in the reward."""
         yield from super().find_conflicts(job)
         yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
         if self.combine == "normalise_then_sum":
@@ -201,25 +207,27 @@ class GroupRelative(Algorithm):
 
 
 class Grpo(GroupRelative):
-    """Reward minus the group mean, divided by the standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    """Advantage computed as the reward minus the group mean, divided by the standard deviation (GRPO, arXiv 2402.03300,
+    section 4.1.2)."""
 
     relative = "models.algorithms.group_relative:grpo"
 
     kind: Literal["grpo"] = "grpo"
     std: Annotated[Literal["group", "batch"], Since("0.1.0", before="group")] = "group"
-    """Standard deviation by which advantages are divided: of the group's rewards, or of all rewards of the iteration.
-    With "batch", groups with a small spread have small advantages (Flow-GRPO, arXiv 2505.05470)."""
+    """Standard deviation by which advantages are divided: that of the group's rewards ("group"), or that of all rewards
+    of the iteration ("batch"). With "batch", groups whose rewards hardly differ have small advantages (Flow-GRPO, arXiv
+    2505.05470)."""
 
     @property
     def compares_by(self) -> str:
-        """Import string `pkg.mod:function` of the function that computes advantages. It depends on `std`, which selects
-        the standard deviation of the group or of the batch."""
+        """Import path `pkg.mod:function` of the function that computes advantages. `std` selects the function that uses
+        the standard deviation of the group, or the one that uses that of the batch."""
         return self.relative if self.std == "group" else "models.algorithms.group_relative:grpo_over_batch"
 
 
 class DrGrpo(GroupRelative):
-    """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). Use `update.loss.aggregation.kind =
-    "constant"` with this algorithm."""
+    """Advantage computed as the reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). To follow the
+    paper, also set `update.loss.aggregation.kind = "constant"`."""
 
     relative = "models.algorithms.group_relative:dr_grpo"
 
@@ -227,7 +235,8 @@ class DrGrpo(GroupRelative):
 
 
 class Rloo(GroupRelative):
-    """Reward minus the mean of the other completions in the group (RLOO, arXiv 2402.14740, eq. 8)."""
+    """Advantage computed as the reward minus the mean reward of the other completions in the group (RLOO, arXiv
+    2402.14740, eq. 8)."""
 
     relative = "models.algorithms.group_relative:rloo"
 
@@ -235,7 +244,8 @@ class Rloo(GroupRelative):
 
 
 class ReinforcePlusPlus(Algorithm):
-    """Discounted sums of token rewards with KL penalty, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
+    """Advantages computed as discounted sums of token rewards, which include the KL penalty, normalized over the batch
+    (REINFORCE++, arXiv 2501.03262)."""
 
     implementation = "models.algorithms.group_relative:reinforce_pp"
     equal_rewards_teach = True
@@ -248,34 +258,36 @@ class ReinforcePlusPlus(Algorithm):
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """KL penalty in the reward, or None."""
+        """KL penalty in the reward, or None if there is none."""
         return self.kl
 
 
 class ReinforcePlusPlusBaseline(Algorithm):
-    """Reward minus the group mean, normalized over the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """Advantage computed as the reward minus the group mean, normalized over the whole batch (REINFORCE++-baseline,
+    arXiv 2501.03262)."""
 
     implementation = "models.algorithms.group_relative:reinforce_pp_baseline"
     compares_groups = True
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and make the
-    other groups count less in the mean loss."""
+    """Whether groups with equal rewards are trained on too. Their advantages are 0, so they only contribute through a
+    KL penalty and lower the weight of the other groups in the mean loss."""
 
     @property
     def keeps_uninformative(self) -> bool:
-        """Whether groups with equal rewards are trained on too."""
+        """Whether groups with equal rewards are trained on too, because `keep_uninformative` or a teacher is set."""
         return self.keep_uninformative or super().keeps_uninformative
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings."""
+        """Yield one message for each setting of the job with which this algorithm cannot be combined."""
         yield from super().find_conflicts(job)
         yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
 
 
 class Ppo(Algorithm):
-    """Generalized advantage estimation with a critic (PPO, arXiv 1707.06347; GAE, 1506.02438, eq. 16)."""
+    """Advantages computed by generalized advantage estimation with a critic (PPO, arXiv 1707.06347; GAE, 1506.02438,
+    eq. 16)."""
 
     implementation = "models.algorithms.ppo:ppo"
     equal_rewards_teach = True
@@ -284,18 +296,18 @@ class Ppo(Algorithm):
     gamma: Fraction = 1.0
     """Discount factor per token."""
     lam: Fraction = 0.95
-    """GAE's λ. With 1, the advantage is the whole return minus the value; with 0, it is the temporal-difference error
-    of one token."""
+    """λ of generalized advantage estimation. With 1, the advantage is the whole discounted return minus the critic's
+    value; with 0, it is the temporal-difference error of one token."""
     whiten: bool = True
-    """Whether advantages are normalized over the whole batch."""
+    """Whether advantages are normalized to mean 0 and standard deviation 1 over the whole batch."""
     kl: RewardKl | None = None
     """KL penalty in the reward of each token. If not set, there is no such penalty."""
     critic: CriticConfig = CriticConfig()
-    """Value model (critic), from whose predictions the advantages are computed."""
+    """Value model (critic). Its predictions are the baseline from which the advantages are computed."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """KL penalty in the reward, or None."""
+        """KL penalty in the reward, or None if there is none."""
         return self.kl
 
     @property
@@ -305,12 +317,12 @@ class Ppo(Algorithm):
 
 
 class Capo(Algorithm):
-    """Token rewards from the outcome and from wrong steps, normalized over all tokens of the group (CAPO, arXiv
-    2508.02298).
+    """Token rewards computed from the outcome and from wrong steps, normalized over all tokens of the group (CAPO,
+    arXiv 2508.02298).
 
-    Process terms are rewards that score steps, such as a judge that flags wrong steps. The reward of a token is the
-    weighted sum of the completion's outcome rewards and of the scores of the step that contains the token. The paper
-    uses weight 2 for the outcome and 1 for the steps.
+    The reward of a token is the weighted sum of the completion's outcome rewards and of the scores of the step that
+    contains the token. Outcome rewards score whole completions. Process rewards score steps; an example is a judge that
+    flags wrong steps. The paper uses weight 2 for the outcome and 1 for the steps.
     """
 
     implementation = "models.algorithms.capo:capo"
@@ -320,12 +332,12 @@ class Capo(Algorithm):
 
     kind: Literal["capo"] = "capo"
     allow_low_outcome: bool = False
-    """Whether the outcome weight may be as low as the process weight or lower. Then a flagged token of a correct answer
-    gets a reward no higher than that of a wrong answer."""
+    """Whether the total weight of the outcome rewards may be as low as that of the process rewards, or lower. In this
+    case a token in a flagged step of a correct answer gets a reward no higher than a token of a wrong answer."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings: outcome rewards or step rewards are missing, or outcomes
-        do not have the larger weight."""
+        """Yield one message for each invalid combination of settings: outcome rewards or step rewards are missing, or
+        the weight of the outcome rewards is not larger than that of the step rewards."""
         yield from super().find_conflicts(job)
         outcome, process = job.scoring.outcome_weight, job.scoring.process_weight
         if not process:
@@ -354,10 +366,11 @@ class DistillationOnly(Algorithm):
 
     kind: Literal["distillation"] = "distillation"
     distillation: Distillation
-    """Teacher, and factor of the log-prob difference from which all advantages are computed."""
+    """Teacher model, and the factor by which its log-prob difference to the policy is multiplied. This product is the
+    advantage of a token."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings."""
+        """Yield one message for each setting of the job with which this algorithm cannot be combined."""
         yield from super().find_conflicts(job)
         if self.overlong is not None:
             yield (

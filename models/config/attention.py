@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 HEAD_SIZE: Final = 256
-"""Maximum size of an attention head that both flash attention kernels support."""
+"""Maximum size of an attention head. Both flash attention kernels support heads up to this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashPackage:
-    """Python package that contains a flash attention kernel."""
+    """Python package that contains a flash attention kernel, and the oldest version of it that can be used."""
 
     distribution: str
     min_version: tuple[int, int]
-    """Minimum version, as (major, minor). Earlier versions lack soft caps or a deterministic backward pass."""
+    """Minimum version, as (major, minor). Earlier versions lack soft-capped logits or a deterministic backward pass."""
     module: str
-    """Module that contains `flash_attn_varlen_func`."""
+    """Python module that contains the function `flash_attn_varlen_func`."""
 
 
 FLASH: Final = {
@@ -36,8 +36,8 @@ FLASH: Final = {
 
 
 def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
-    """Yield one line per reason why the configured flash attention kernel cannot run. Packages on a remote Ray cluster
-    are not checked."""
+    """Yield one message for each reason why the flash attention kernel in `update.attention` cannot run. The packages
+    that are installed on a remote Ray cluster are not checked."""
     package = FLASH.get(update.attention or "")
     if package is None:
         return
@@ -57,7 +57,8 @@ def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iter
 
 
 def describe_missing_package(package: FlashPackage) -> str | None:
-    """Return a message if the package of a flash attention kernel is missing or too old on this machine, else None."""
+    """Return a message, with the command that installs the package, if the package of a flash attention kernel is
+    missing or too old on this machine. Return None if it can be used."""
     min_version = ".".join(map(str, package.min_version))
     required = f"the package {package.distribution} {min_version} or later is required"
     command = f"Run: pip install --no-build-isolation '{package.distribution}>={min_version}'"
@@ -70,7 +71,8 @@ def describe_missing_package(package: FlashPackage) -> str | None:
 
 
 def check_attention(attention: Attention | None, outline: ModelOutline, shape: ModelShape) -> None:
-    """Raise BadInput if the policy's model class or head size does not support the configured attention."""
+    """Raise BadInput if the policy's model class (`outline`) or its head size (`shape`) does not support the configured
+    attention implementation."""
     if attention is None:
         return
     name = f"update.attention = {attention!r}"

@@ -12,59 +12,62 @@ Limit = Annotated[float, Field(gt=0)]
 
 
 class JudgePrices(Settings):
-    """Prices of the answers of a judge behind an endpoint."""
+    """Prices for the use of a judge behind an endpoint."""
 
     per_thousand_calls: Price = 0
     """Price of 1,000 answers."""
     per_million_tokens_read: Price = 0
     """Price of 1,000,000 prompt tokens, if the endpoint reports them (`usage.prompt_tokens`)."""
     per_million_tokens_written: Price = 0
-    """Price of 1,000,000 completion tokens (`usage.completion_tokens`)."""
+    """Price of 1,000,000 completion tokens, if the endpoint reports them (`usage.completion_tokens`)."""
 
     def price_answers(self, cost: Cost) -> float:
-        """Return the total price of a judge's calls and tokens."""
+        """Return the total price of a judge's answers, from their number and their tokens in `cost`."""
         tokens = self.per_million_tokens_read * cost.prompt_tokens
         tokens += self.per_million_tokens_written * cost.written_tokens
         return self.per_thousand_calls * cost.judge_calls / 1e3 + tokens / 1e6
 
 
 class Prices(Settings):
-    """Prices of workers, GPUs and judges, all in one currency of your choice."""
+    """Prices of workers, GPUs and judges. All prices are in the same currency, which you choose."""
 
     per_worker_hour: Price = 0
     """Price of reserving one worker for an hour."""
     per_gpu_hour: Price = 0
-    """Price of reserving one GPU for an hour, in addition to the price of its worker."""
+    """Price of reserving one GPU for an hour. The price of the worker that uses the GPU is added."""
     judges: dict[str, JudgePrices] = {}
-    """Prices of judges behind endpoints, by reward term: `judges.quality = { per_thousand_calls = 0.5 }`."""
+    """Prices of judges behind endpoints, by the name of the reward term: `judges.quality = { per_thousand_calls = 0.5
+    }`."""
 
     def price_workers(self, cost: Cost) -> float:
-        """Return the total price of the hours for which workers and GPUs were reserved."""
+        """Return the total price of the worker hours and GPU hours in `cost`. An hour counts from the reservation, busy
+        or idle."""
         return self.per_worker_hour * cost.worker_hours + self.per_gpu_hour * cost.gpu_hours
 
 
 class BudgetConfig(Settings):
-    """Limits for a whole run. The run ends after the iteration that reaches a limit, and continues if the limit is
-    raised."""
+    """Limits for a whole run. The run ends after the iteration in which it reaches a limit. It can be resumed after the
+    limit is raised."""
 
     tokens: Positive | None = None
     """Maximum number of tokens read, generated or trained on by all models of the run. If not set, there is no
     limit."""
     worker_hours: Limit | None = None
-    """Maximum hours for which workers are reserved, busy or idle, summed over all workers."""
+    """Maximum hours for which workers are reserved, busy or idle, summed over all workers. If not set, there is no
+    limit."""
     gpu_hours: Limit | None = None
-    """Maximum hours for which GPUs are reserved, summed over all GPUs."""
+    """Maximum hours for which GPUs are reserved, summed over all GPUs. If not set, there is no limit."""
     judge_calls: Positive | None = None
-    """Maximum number of answers from judges and reward models."""
+    """Maximum number of answers from judges and reward models. If not set, there is no limit."""
     bytes: Positive | None = None
-    """Maximum bytes written to the store. Bytes of files that retention deletes later still count."""
+    """Maximum bytes written to the store, including files that were deleted later. If not set, there is no limit."""
     price: Limit | None = None
-    """Maximum total price, in the currency of `prices`."""
+    """Maximum total price, computed with `prices` and in the same currency. If not set, there is no limit."""
     prices: Prices = Prices()
     """Prices of workers, GPUs and judges, from which the total price is computed."""
 
     def find_spent_limit(self, spent: Cost) -> str | None:
-        """Return a message with the first limit that `spent` has reached, or None if it has reached no limit."""
+        """Return a message that names the first limit reached by the costs `spent`, or None if no limit is reached."""
         limits = {
             "tokens": (self.tokens, spent.tokens),
             "worker_hours": (self.worker_hours, spent.worker_hours),

@@ -4,9 +4,10 @@ from infra.config import Settings
 
 
 class CheckResult(Settings):
-    """Findings of the check of a run's inputs."""
+    """Findings of the check of a run's data, policy and rewards before the run starts."""
 
     facts: dict[str, float]
-    """Numbers counted and estimated by the check, such as numbers of problems. Bytes are per worker."""
+    """Numbers that the check counted or estimated, by name, such as the number of problems. Memory is in bytes per
+    worker."""
     notes: tuple[str, ...] = ()
-    """Sentences for the plan about texts that are read differently than a user may expect."""
+    """Sentences that the plan prints about data that is read differently than a user may expect."""

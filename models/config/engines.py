@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _check_address(url: str) -> str:
-    """Raise ValueError if a text is not the address of an HTTP server."""
+    """Return a URL unchanged. Raises ValueError if it is not the address of an HTTP server."""
     place = urlsplit(url)
     is_server = place.scheme in ("http", "https") and bool(place.hostname) and not (place.query or place.fragment)
     try:
@@ -33,10 +33,10 @@ def _check_address(url: str) -> str:
 
 
 ServerAddress = Annotated[str, AfterValidator(_check_address)]
-"""Address of an HTTP server."""
+"""Address of an HTTP server, such as `http://127.0.0.1:8000`."""
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
-"""Bytes per number in each precision."""
+"""Number of bytes of one weight or activation, by precision."""
 
 GIB: Final = 2**30
 
@@ -46,21 +46,21 @@ class SamplingConfig(Settings):
     """Settings for sampling completions."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """Softmax temperature; 0 is greedy decoding. Behavior log-probs (of the policy that generated the tokens) include
-    the temperature but no truncation by top_p or top_k; with vLLM, the engine's `logprobs` setting decides."""
+    """Softmax temperature; 0 is greedy decoding. The log-probs recorded for training include the temperature but no
+    truncation by top_p or top_k; with vLLM, the engine's `logprobs` setting decides."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass of nucleus sampling (top-p)."""
+    """Nucleus sampling: only the most likely tokens with this total probability are sampled. 1 uses all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of most likely tokens to sample from; 0 uses all tokens."""
+    """Number of most likely tokens from which the next token is sampled; 0 uses all tokens."""
     max_new_tokens: Positive = 64
     """Maximum length of a completion in tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, in addition to the EOS token. The completion includes the text."""
+    """Texts that end a completion, in addition to the EOS token. The text is kept at the end of the completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPace:
-    """Known speed of an engine, used before anything is measured: lengths in tokens, times in seconds."""
+    """Generation speed of an engine that is known in advance, used until it is measured. Lengths are in tokens."""
 
     median_tokens: float
     sigma: float
@@ -77,22 +77,21 @@ class EngineSettings(Variant):
     """
 
     records_experts: ClassVar[bool] = False
-    """Whether the engine can report which experts of a mixture-of-experts policy were chosen for each token, as a
-    `models.engines.protocol.RecordsExperts`."""
+    """Whether the engine can report the experts that a mixture-of-experts policy chose for each token (`RecordsExperts`
+    in `models.engines.protocol`)."""
     generates_images: ClassVar[bool] = False
-    """Whether the engine serves text-to-image policies. Such an engine cannot generate text."""
+    """Whether the engine generates images with text-to-image policies. Such an engine cannot generate text."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per conflict with the other settings of a job in which this engine generates the
-        completions."""
+        """Yield one message for each setting of the job that does not work if this engine generates the completions."""
         yield from ()
 
     def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
-        """Yield one line per reason why a worker with `gpus` GPUs cannot host this engine."""
+        """Yield one message for each reason why a worker with `gpus` GPUs cannot run this engine."""
         yield from ()
 
     def check_environment(self, name: str, *, gpus: float) -> None:
-        """Raise BadInput if the engine's separate environment is not installed correctly on this machine."""
+        """Raise BadInput if the engine needs a Python environment of its own and this is not installed correctly."""
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of weights and KV cache per worker. Raises BadInput if the engine cannot serve the model.
@@ -107,20 +106,20 @@ class EngineSettings(Variant):
         return False
 
     def known_pace(self) -> KnownPace | None:
-        """Return the known completion lengths and step times of the engine, or None if both have to be measured."""
+        """Return the engine's generation speed if it is known in advance, or None if it has to be measured."""
         return None
 
     def find_library_versions(self) -> dict[str, str]:
-        """Return the library versions of the engine's separate environment on this machine, if it has one."""
+        """Return the library versions in the engine's own Python environment on this machine. Empty if it has none."""
         return {}
 
     def describe(self, pools: PoolsConfig) -> str:
-        """Return a description of the engine for one line of the plan."""
+        """Return a short description of the engine, which `rheostat plan` prints."""
         return self.label
 
 
 class TransformersEngine(EngineSettings):
-    """Generation inside the worker with transformers. Waiting completions take the place of finished ones in the
+    """Generation with the transformers library inside the worker. Waiting completions replace finished ones in the
     batch."""
 
     implementation = "models.engines.local.engine:HuggingFaceEngine"
@@ -128,9 +127,9 @@ class TransformersEngine(EngineSettings):
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations. Resuming is bit-identical in float32 on a CPU."""
+    """Precision of weights and activations. With float32 on a CPU, a resumed run gives bit-identical results."""
     max_batch_rows: Positive = 512
-    """Maximum number of completions decoded together."""
+    """Maximum number of completions that are decoded at the same time."""
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the weights and of a full KV cache. Raises BadInput if the engine cannot decode the
@@ -142,7 +141,7 @@ class TransformersEngine(EngineSettings):
         }
 
     def matches_trainer(self, update: "UpdateConfig") -> bool:
-        """Return whether engine and trainer are both in float32, because then they run the same code."""
+        """Return whether engine and trainer both use float32. In this case they run the same code."""
         return self.dtype == update.dtype == "float32"
 
     def describe(self, pools: PoolsConfig) -> str:
@@ -151,22 +150,21 @@ class TransformersEngine(EngineSettings):
 
 
 CPU_CACHE_GIB = 1.0
-"""Default cache size in GiB of a vLLM server on a CPU."""
+"""Default size in GiB of the KV cache of a vLLM server on a CPU."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks for which vLLM can reserve memory: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
+"""Maximum LoRA ranks with which a vLLM server can be started: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
 
 MAX_TEMPERATURE: Final = 2.0
-"""Maximum temperature: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
+"""Maximum temperature that vLLM accepts: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
 
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads supported on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other sizes vLLM
-crashes at the first request."""
+"""Sizes of attention heads that vLLM supports on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other
+sizes vLLM crashes at the first request."""
 
 VISION_MODELS: Final = ("idefics3",)
-"""Vision-language models, by `model_type`, for which vLLM 0.32's outputs were compared with the trainer's. The image
-processors of all other known models need torchvision, whose builds for vLLM are for CUDA, so vLLM cannot load these
-models on CPUs."""
+"""Vision-language models (`model_type`) whose log-probs in vLLM 0.32 were compared with the trainer's. All other image
+processors need torchvision, whose builds for vLLM are for CUDA, so vLLM cannot load these models on CPUs."""
 
 INSTALL: Final = {
     "cpu": "Run `rheostat engine install vllm --platform cpu` and set {name}.python to its Python, or set "
@@ -176,11 +174,11 @@ INSTALL: Final = {
 
 
 class VllmEngine(EngineSettings):
-    """Servers of vLLM in a separate Python environment. Each worker starts, monitors and stops its own server, or uses
-    servers that already run.
+    """Generation with vLLM servers in a separate Python environment. Each worker starts, monitors and stops its own
+    server, or uses servers that already run.
 
-    The server loads weights from verified local files without restarting and reports the digest of the weights that it
-    serves. Its batches depend on timing, so repeated work gives the same completions only up to float rounding.
+    After each update the server loads the new weights from verified local files without a restart, and reports the
+    digest of its weights. Batches depend on timing, so repeated work gives equal completions only up to rounding.
     """
 
     implementation = "models.engines.vllm.engine:ServedEngine"
@@ -188,41 +186,40 @@ class VllmEngine(EngineSettings):
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None
-    """Python of the environment with vLLM. The default is the environment that `rheostat engine install vllm`
-    created."""
+    """Python with vLLM. The default is the environment that `rheostat engine install vllm` created."""
     base_urls: tuple[ServerAddress, ...] = ()
-    """URLs of servers that `rheostat engine serve vllm` started, such as `http://127.0.0.1:8000`. If empty, each worker
-    starts its own server. The servers must see the run's files under the same paths."""
+    """URLs of running servers, started by `rheostat engine serve vllm`, such as `http://127.0.0.1:8000`. If empty, each
+    worker starts its own server. The servers must be able to read the run's files under the same paths."""
     api_key_variable: str | None = None
-    """Environment variable with the API key of these servers. A server that a worker starts gets a random key."""
+    """Environment variable with the API key of the servers in `base_urls`. Other servers get a random key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     logprobs: Literal["processed", "raw"] = "processed"
-    """Behavior log-probs to record: "processed" after temperature, top_p and top_k, or "raw" before them. The trainer's
-    log-probs match "processed" if there is no truncation, and "raw" at temperature 1."""
+    """Log-probs to record for training: "processed" after temperature, top_p and top_k, or "raw" before them. The
+    trainer's log-probs match "processed" if there is no truncation, and "raw" at temperature 1."""
     max_batch_rows: Positive = 256
-    """Maximum number of completions decoded together."""
+    """Maximum number of completions that are decoded at the same time."""
     max_model_len: Positive | None = None
-    """Maximum sequence length in tokens. The default is the policy's context."""
+    """Maximum length of prompt and completion together, in tokens. The default is the policy's context length."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of each GPU's memory that weights and cache may use while the server is awake."""
+    """Share of each GPU's memory that weights and KV cache may use while the server is awake (not in sleep mode)."""
     cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Size of the KV cache in GiB. The default is the rest of the GPU memory share, and 1 GiB on a CPU."""
+    """Size of the KV cache in GiB. The default is what the weights leave of the GPU memory share, or 1 GiB on a CPU."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of GPUs over which one server splits the policy."""
+    """Number of GPUs over which one server splits the policy (tensor parallelism)."""
     prefix_caching: bool = True
-    """Whether shared prefixes, such as the prompt of a group, are computed only once. With `update.router_replay` it is
+    """Whether common prefixes, such as the prompt of a group, are computed only once. With `update.router_replay` it is
     always off on a CPU and must be on with GPUs."""
     eager: bool = False
-    """Whether the policy runs without compilation and CUDA graphs, which gives a faster start and slower steps. Always
-    true on a CPU."""
+    """Whether to run without compilation and CUDA graphs: faster start, slower generation. Always true on a CPU."""
     start_seconds: Annotated[float, Field(gt=0)] = 600
-    """Maximum time for the start of a server, in seconds."""
+    """Time limit in seconds for the start of a server."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts of a dead server within one work unit."""
+    """Maximum number of times that a crashed server is restarted during one request to its worker."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per setting that vLLM does not support or that makes log-probs differ from the trainer's."""
+        """Yield one message for each setting that vLLM does not support, or with which its log-probs differ from the
+        trainer's."""
         yield from self._find_sampling_conflicts(job.rollout.sampling)
         lora = job.update.lora
         if lora is not None and lora.rank > LORA_RANKS[-1]:
@@ -243,7 +240,8 @@ class VllmEngine(EngineSettings):
             )
 
     def _find_sampling_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
-        """Yield one line per sampling setting that vLLM rejects or whose log-probs differ from the trainer's.
+        """Yield one message for each sampling setting that vLLM rejects, or with which its log-probs differ from the
+        trainer's.
 
         The trainer computes log-probs at the sampling temperature over the whole vocabulary.
         """
@@ -269,7 +267,7 @@ class VllmEngine(EngineSettings):
             )
 
     def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
-        """Yield one line per conflict with the GPUs of a worker, which a server started by the worker uses."""
+        """Yield one message for each reason why a worker with `gpus` GPUs cannot start a server with these settings."""
         if self.base_urls:
             return
         if self.api_key_variable is not None:
@@ -289,7 +287,8 @@ class VllmEngine(EngineSettings):
             )
 
     def check_environment(self, name: str, *, gpus: float) -> None:
-        """Raise BadInput if the environment is missing, cannot be imported, or was built for another kind of worker."""
+        """Raise BadInput if vLLM's environment is missing, cannot be imported, or was built for other hardware (GPU or
+        CPU)."""
         if self.base_urls:
             return
         try:
@@ -338,7 +337,7 @@ class VllmEngine(EngineSettings):
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
 
     def _check_vision_support(self, shape: ModelShape, name: str) -> None:
-        """Raise BadInput if vLLM's outputs for this vision-language model were not compared with the trainer's."""
+        """Raise BadInput if vLLM's log-probs for this vision-language model were not compared with the trainer's."""
         if shape.vision_model_type and shape.vision_model_type not in VISION_MODELS:
             raise BadInput(
                 f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
@@ -352,12 +351,12 @@ class VllmEngine(EngineSettings):
             )
 
     def find_library_versions(self) -> dict[str, str]:
-        """Return the library versions of the local vLLM environment. Empty for servers elsewhere, which report them
-        with rollouts."""
+        """Return the versions in the local vLLM environment. Empty with `base_urls`, whose servers report their
+        versions."""
         return {} if self.base_urls else installed_versions(self.kind, self.python)
 
     def describe(self, pools: PoolsConfig) -> str:
-        """Return the engine's location, precision and memory use."""
+        """Return the server's location, precision, log-probs and memory use, as one line for `rheostat plan`."""
         where = f"at {', '.join(self.base_urls)}" if self.base_urls else "a server for each worker"
         spread = f" over {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
         cache = ""
@@ -367,7 +366,7 @@ class VllmEngine(EngineSettings):
 
 
 class DiffusersEngine(EngineSettings):
-    """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers
+    """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a model in diffusers
     format."""
 
     implementation = "models.engines.image_generation:DiffusersImageEngine"
@@ -375,17 +374,17 @@ class DiffusersEngine(EngineSettings):
 
     kind: Literal["diffusers"] = "diffusers"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the denoiser. States and steps are always float32. In bfloat16 the rounding error of a step's
+    """Precision of the denoiser. The noisy latents are always float32. In bfloat16 the rounding error of a step's
     log-prob is as large as a clip range of 1e-4, so set update.correction, which uses the trainer's log-probs."""
     max_batch_rows: Positive = 64
-    """Maximum number of pictures generated together."""
+    """Maximum number of pictures that are generated at the same time."""
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Estimate the bytes of the denoiser's weights. There is no cache."""
+        """Estimate the bytes of the denoiser's weights. The size of the KV cache is 0, because a denoiser has none."""
         return {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype], "rollout_cache_bytes": 0}
 
     def matches_trainer(self, update: "UpdateConfig") -> bool:
-        """Return whether engine and trainer are both in float32, because then they run the same code."""
+        """Return whether engine and trainer both use float32. In this case they run the same code."""
         return self.dtype == update.dtype == "float32"
 
     def describe(self, pools: PoolsConfig) -> str:

@@ -24,40 +24,42 @@ ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 CONNECT_SECONDS: Final = 30.0
-"""Time in seconds allowed for the start of a tool server, in addition to the time limit for a turn."""
+"""Time limit in seconds for starting or connecting to a tool server, in addition to the time limit for a turn."""
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 class EpisodeSettings(Variant, ABC):
-    """Fields common to all environments: the format and the length of an episode."""
+    """Fields common to all environments: the format and the length of an episode, in which the policy and the
+    environment take turns."""
 
     responder: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of the class that computes the replies for all episodes of a worker, a
-    `models.environments.responders.ResponderFactory`."""
+    """Import path `pkg.mod:name` of a `models.environments.responders.ResponderFactory`, which creates the object that
+    computes the environment's replies in a worker."""
 
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
-    `auto`, which selects the parser that fits the tokenizer."""
+    `auto`, which selects the parser that fits the tokenizer's chat template."""
     arguments: Annotated[Literal["checked", "unchecked"], Since("0.2.0", before="unchecked")] = "checked"
-    """Handling of the arguments of tool calls. `checked` compares them with the schema of the tool; if an argument is
-    missing, unknown or of a wrong type, the policy reads a message that names it. Arguments that are a JSON text are
+    """Check of the arguments of tool calls. `checked` compares them with the tool's schema; if an argument is missing,
+    unknown or of a wrong type, the policy receives a message that names it, and arguments that are JSON text are
     decoded. `unchecked` passes all arguments to the tool, and an error in the tool fails the episode."""
     max_turns: Positive = 4
-    """Maximum number of turns of the policy, after which an episode ends."""
+    """Maximum number of turns of the policy. The episode ends after the last one."""
     turn_tokens: Positive = 256
-    """Maximum tokens of one turn. `rollout.sampling.max_new_tokens` limits all turns and observations of an episode
-    together. With history "per_turn" this limit applies to each turn separately: to the turn plus the tokens by which
-    its prompt is longer than the first prompt."""
+    """Maximum tokens of one turn of the policy. `rollout.sampling.max_new_tokens` limits all turns and observations
+    (replies of the environment) of an episode together. With history "per_turn", `max_new_tokens` applies to each turn
+    separately: to the turn plus the tokens by which its prompt is longer than the first prompt."""
     observation_tokens: Annotated[int, Field(ge=16)] = 512
-    """Maximum tokens of one observation. The middle of a longer observation is removed and marked."""
+    """Maximum tokens of one observation (reply of the environment). The middle of a longer observation is replaced by a
+    mark."""
     batches: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of batches into which the groups of a shard are divided, so that the policy can generate turns for one
-    batch while environments reply to another."""
+    """Number of batches into which the prompts of a shard are divided. With several batches, the policy generates turns
+    for one batch while environments reply to another."""
     history: Literal["template", "append", "per_turn"] = "template"
-    """Handling of chat templates that change earlier turns when messages follow, such as templates that remove
-    reasoning. `template` refuses such templates. `append` keeps the sampled tokens, although the template would write
-    them differently. `per_turn` renders the whole chat again before each turn and trains each turn with its own
-    prompt."""
+    """Handling of chat templates that change earlier turns when messages follow, such as templates that remove the
+    reasoning from earlier turns. `template` refuses such templates. `append` keeps the sampled tokens, although the
+    template would render them differently. `per_turn` renders the whole chat again before each turn and trains each
+    turn with its own prompt."""
     prompts: Literal["chat", "text"] = "chat"
     """Format of prompts: "chat" lets the tokenizer's chat template format prompts and observations, "text" appends
     observations to plain text unchanged."""
@@ -65,26 +67,27 @@ class EpisodeSettings(Variant, ABC):
     @property
     @abstractmethod
     def run(self) -> RunEnvironment:
-        """Description of the environment: code to import, if any, the name of the environment in messages, and the chat
-        role of observations."""
+        """Description of the environment for the processes that run it: the user code to import, if any, the name of
+        the environment in messages, and the chat role of its replies."""
 
     @property
     def process(self) -> "EnvironmentSettings | None":
-        """This configuration if the environment runs in separate processes, else None."""
+        """This object if the environment runs in separate processes, else None."""
         return None
 
     @property
     def dialogue(self) -> "DialogueEnvironment | None":
-        """This configuration if a simulated user replies to the policy's turns, else None."""
+        """This object if a simulated user replies to the policy's turns, else None."""
         return None
 
     @property
     def has_turn_prompts(self) -> bool:
-        """Whether each turn has a separately rendered prompt."""
+        """Whether the whole chat is rendered again before each turn, so each turn has its own prompt (history
+        "per_turn")."""
         return self.history == "per_turn"
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per conflict of the environment with other settings of the job."""
+        """Yield one message for each setting of the job with which this environment cannot be combined."""
         if self.has_turn_prompts:
             yield from _find_per_turn_conflicts(self, job)
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
@@ -118,7 +121,7 @@ def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterat
 
 class EnvironmentSettings(EpisodeSettings, ABC):
     """Fields common to environments without a simulated user. User code runs in separate processes, which are killed if
-    they hang.
+    they do not reply in time.
 
     `implementation` names a `models.environments.pool.ProcessStarter`.
     """
@@ -126,20 +129,21 @@ class EnvironmentSettings(EpisodeSettings, ABC):
     implementation = "models.environments.pool:user_process"
 
     step_seconds: Annotated[float, Field(gt=0)] = 20
-    """Time limit in seconds for the reply to a turn. If it is exceeded, the episode has failed and its score is
-    missing."""
+    """Time limit in seconds for the environment's reply to a turn. If it is exceeded, the episode has failed and its
+    reward is missing."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Number of environment processes per worker, which is the number of episodes that receive replies at the same
+    """Number of environment processes in each worker, and so the number of episodes that are replied to at the same
     time."""
 
     @property
     def process(self) -> "EnvironmentSettings":
-        """This configuration itself, because the environment runs in separate processes."""
+        """This object itself, because the environment runs in separate processes."""
         return self
 
     @property
     def sandboxed_by(self) -> str:
-        """Configuration key or kind that makes a sandbox necessary, or an empty string if none does."""
+        """Configuration key or environment kind that requires a sandbox, for messages. Empty if no sandbox is
+        required."""
         return ""
 
 
@@ -147,27 +151,28 @@ class UsersEnvironment(EnvironmentSettings, ABC):
     """Fields common to environments that run user code."""
 
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of the environment: `bubblewrap` runs it without network access, without write access to your files,
-    and unable to see other processes."""
+    """Isolation of the environment: "bubblewrap" runs its processes in a sandbox without network access, without write
+    access to your files, and unable to see other processes."""
 
     @property
     def sandboxed_by(self) -> str:
-        """Configuration key that makes a sandbox necessary, or an empty string if none does."""
+        """Configuration key that requires a sandbox, for messages. Empty if no sandbox is required."""
         return "rollout.environment.sandbox" if self.sandbox == "bubblewrap" else ""
 
 
 class TargetEnvironment(UsersEnvironment):
-    """User-defined class with `step(turn)` and optionally `reset(problem, seed)`, `close()` and `tools`."""
+    """User-defined environment class with a method `step(turn)` and optionally `reset(problem, seed)`, `close()` and
+    `tools`."""
 
     kind: Literal["target"] = "target"
     target: ImportString
-    """Class, as `pkg.mod:Class`. One instance is created for each episode."""
+    """Environment class, as `pkg.mod:Class`. One instance is created for each episode."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments passed to the class."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Reference to the class that `target` names, with its options."""
+        """Description of the environment: the class that `target` names, and its options."""
         where = f"rollout.environment target {self.target!r}"
         return RunEnvironment(where, target=self.target, options=self.options, role="user")
 
@@ -177,20 +182,17 @@ class ToolsEnvironment(UsersEnvironment):
 
     kind: Literal["tools"] = "tools"
     tools: Annotated[tuple[ImportString, ...], Field(min_length=1)]
-    """Functions, as `pkg.mod:function`. Their parameter types and docstrings are shown to the policy."""
+    """Functions, as `pkg.mod:function`. The policy receives their names, parameter types and docstrings."""
 
     @property
     def run(self) -> RunEnvironment:
-        """References to the Python functions that the policy may call as tools."""
+        """Description of the environment: the Python functions that the policy may call as tools."""
         return RunEnvironment("rollout.environment.tools", tools=self.tools)
 
 
 class PythonEnvironment(EnvironmentSettings):
-    """A Python interpreter in a sandbox as the policy's tool `python(code)`. A turn without a tool call ends the
-    episode.
-
-    Each call runs a new program. Errors of a program are returned to the policy.
-    """
+    """Python interpreter in a sandbox, which the policy calls as the tool `python(code)`. Each call runs a new program,
+    whose output or error is returned to the policy. A turn without a tool call ends the episode."""
 
     implementation = "models.environments.python:PythonTool"
 
@@ -199,25 +201,25 @@ class PythonEnvironment(EnvironmentSettings):
     """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
     that runs Rheostat."""
     step_seconds: Annotated[float, Field(gt=0)] = 10
-    """Time limit in seconds for all tool calls of a turn together. Calls that exceed it are killed, and the policy
-    receives an error message."""
+    """Time limit in seconds for all tool calls of a turn together. Programs that are still running are then killed, and
+    the policy receives an error message."""
     memory_mib: Annotated[int, Field(ge=128)] = 2048
-    """Memory limit in MiB of a call. It also limits the address space of each of the call's processes."""
+    """Memory limit in MiB of all processes of a call together. It also limits the address space of each process."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Description of the environment, which has no user code to import."""
+        """Description of the environment, which imports no user code."""
         return RunEnvironment("rollout.environment kind 'python'")
 
     @property
     def sandboxed_by(self) -> str:
-        """Kind of this environment, because it always needs a sandbox."""
+        """Environment kind, for messages, because code that the policy generated always requires a sandbox."""
         return self.run.where
 
 
 class SearchEnvironment(FileRules, EnvironmentSettings):
-    """The policy's tool `search(query)`, which searches a file of passages with a retriever. A turn without a tool call
-    ends the episode."""
+    """Search in a file of passages with a retriever, which the policy calls as the tool `search(query)`. A turn without
+    a tool call ends the episode."""
 
     implementation = "models.environments.search:SearchTool"
 
@@ -231,19 +233,20 @@ class SearchEnvironment(FileRules, EnvironmentSettings):
     text_column: str = "text"
     """Column with the text of a passage."""
     passages: Annotated[int, Field(ge=1, le=100)] = 3
-    """Number of passages returned for a query, the most similar first."""
+    """Number of passages returned for a query, sorted by decreasing similarity."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of episodes that receive replies at the same time. All use one model in the process of the rollout
-    worker."""
+    """Number of episodes that are replied to at the same time. All of them use the same retriever in the process of the
+    rollout worker."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Description of the environment, which has no user code to import."""
+        """Description of the environment, which imports no user code."""
         return RunEnvironment("rollout.environment kind 'search'")
 
 
 class McpEnvironment(EnvironmentSettings):
-    """Tools of an MCP server (`pip install 'mcp>=2.3,<3'`). A turn without a tool call ends the episode.
+    """Tools of an MCP server (Model Context Protocol; `pip install 'mcp>=2.3,<3'`). A turn without a tool call ends the
+    episode.
 
     All episodes of an environment process share one local server, or one connection to a remote server.
     """
@@ -259,20 +262,20 @@ class McpEnvironment(EnvironmentSettings):
     variables: tuple[str, ...] = ()
     """Names of environment variables that are passed to `command`, in addition to `PATH`, `HOME` and similar ones."""
     header_variables: dict[str, str] = {}
-    """Headers sent to `url`, each with the name of the environment variable that contains its value, such as `Bearer
-    …`."""
+    """HTTP headers sent to `url`, each with the name of the environment variable that contains the header's value, such
+    as `Bearer …`."""
     tools: tuple[str, ...] = ()
     """Names of the tools that the policy may call. If empty, the policy may call all tools of the server."""
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Names of the environment variables to read, keyed by the variable or header in which the server receives the
-        value."""
+        """Names of the environment variables with secrets, keyed by the variable or HTTP header in which the server
+        receives the value."""
         return {**{name: name for name in self.variables}, **self.header_variables}
 
     @property
     def run(self) -> RunEnvironment:
-        """Reference to the client class for the MCP server, with its options."""
+        """Description of the environment: the client class for the MCP server, and its options."""
         server: dict[str, JsonValue] = {
             "command": list(self.command),
             "url": self.url or "",
@@ -313,7 +316,7 @@ def _check_url(url: str) -> None:
 
 
 class DialogueEnvironment(EpisodeSettings):
-    """A model that plays the user and replies to the policy's turns (a simulated user)."""
+    """Dialogue with a simulated user: a model that plays the user and replies to the policy's turns."""
 
     responder = "models.environments.dialogues:Dialogues"
 
@@ -324,13 +327,14 @@ class DialogueEnvironment(EpisodeSettings):
     """System message of the simulated user. `{prompt}`, `{answer}` and the names of the problem's columns, such as
     `{size}`, are replaced by their values."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=256)
-    """Sampling of the simulated user's replies. If a reply reaches the token limit, the episode has failed."""
+    """Sampling settings for the simulated user's replies. If a reply reaches the token limit, the episode has
+    failed."""
     endings: dict[Annotated[str, Field(min_length=1)], float] = {}
-    """Texts by which the simulated user ends the dialogue, each with the reward that the environment then returns. The
-    policy does not see this last reply."""
+    """Texts by which the simulated user ends the dialogue, each with the reward for the episode. The policy does not
+    see the reply that contains such a text."""
     final_turn_pattern: Annotated[str | None, RenamedFrom("final")] = None
-    """Regular expression for the policy's final turn. After a turn that matches it, the episode ends without a reply of
-    the simulated user."""
+    """Regular expression for the policy's final turn. When a turn matches it, the episode ends without a reply of the
+    simulated user."""
     parser: str = "none"
     """Parser of tool calls in the policy's turns. The default is `none`, because this environment runs no tools."""
 
@@ -345,17 +349,17 @@ class DialogueEnvironment(EpisodeSettings):
 
     @property
     def run(self) -> RunEnvironment:
-        """Description of the environment, which has no code to import. Observations have the chat role "user"."""
+        """Description of the environment, which imports no user code. Its replies have the chat role "user"."""
         return RunEnvironment("rollout.environment kind 'dialogue'", role="user")
 
     @property
     def dialogue(self) -> "DialogueEnvironment":
-        """This configuration itself, because a simulated user replies to the policy's turns."""
+        """This object itself, because a simulated user replies to the policy's turns."""
         return self
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per conflict with other settings, such as partial rollout, which would need the dialogue in a
-        later iteration although it is kept only in memory."""
+        """Yield one message for each setting of the job with which a dialogue cannot be combined. An example is partial
+        rollout, because a later iteration does not have the messages of the simulated user."""
         yield from super().find_conflicts(job)
         if job.rollout.partial is not None:
             yield (

@@ -11,21 +11,23 @@ from infra.config import Settings, Since
 AnySettings = TypeVar("AnySettings", bound=Settings)
 DropReason = Literal["ties", "empty", "too_long", "mismatched"]
 CURRENT_RULES: Final = 2
-"""Newest version of the rules."""
+"""Newest version of the rules for reading data files."""
 
 
 class FileRules(Settings):
-    """Rules for reading the rows of a file and splitting them into training and evaluation."""
+    """Rules for reading the rows of a data file and for splitting them into training and evaluation."""
 
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the rules. In version 2, the split is independent of the file format, of letter case, white space and
-    Unicode normalization; numeric answers are written without exponents; repeated keys or columns, and answers that are
-    NaN or infinite, are refused. Runs that began before this key existed use version 1, and so do retrains of a
-    champion from such a run if this key is not set."""
+    """Version of the rules for reading and splitting the file. In version 2, the split does not depend on the file
+    format, on letter case, on white space or on Unicode normalization. Numeric answers are converted to text without
+    exponents. Files with repeated keys or columns, and answers that are NaN or infinite, are refused. Runs that began
+    before this key existed use version 1, and so does a retrain of a champion from such a run, unless this key is
+    set."""
 
 
 def find_file_version(data: JsonValue) -> int | None:
-    """Return the lowest version of the rules in a recorded `[data]` table, or None if it reads no files.
+    """Return the version of the rules by which the files of a recorded `[data]` table are read. Returns the lowest
+    version if there are several files, and None if the table names no files.
 
     A recorded file without a version is read by version 1.
     """
@@ -41,7 +43,7 @@ def find_file_version(data: JsonValue) -> int | None:
 
 
 def with_file_version(data: AnySettings, version: Literal[1, 2], *, keeps_set: bool = False) -> AnySettings:
-    """Return a `[data]` table in which every file is read by this version of the rules.
+    """Return a copy of a `[data]` table in which every file is read by this version of the rules.
 
     With `keeps_set`, files whose version is set in the configuration keep their version.
     """
@@ -58,11 +60,11 @@ def with_file_version(data: AnySettings, version: Literal[1, 2], *, keeps_set: b
 
 
 DATA_PATHS: Final = ("path", "heldout_path", "corpus")
-"""Keys of the files and folders that are read by the rules."""
+"""Configuration keys that contain the path of a data file or folder."""
 
 
 def iterate_data_paths(settings: object) -> Iterator[Path]:
-    """Yield the paths of all files and folders of data that settings name, at any depth."""
+    """Yield the paths of all data files and folders in some settings, including nested settings."""
     match settings:
         case BaseModel():
             if isinstance(settings, FileRules):

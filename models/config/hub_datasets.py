@@ -14,25 +14,26 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class HubDatasetChoice(Settings):
-    """Keys for data files that may be a dataset on the Hugging Face Hub."""
+    """Keys that select the part of a dataset on the Hugging Face Hub, for data paths that may name such a dataset."""
 
     path: DataLocation
-    """File of training data, or a dataset on the Hub."""
+    """File of training data, or the name of a dataset on the Hugging Face Hub."""
     heldout_path: DataLocation | None = None
-    """File of evaluation data, or a dataset on the Hub."""
+    """File of evaluation data, or the name of a dataset on the Hugging Face Hub."""
     config: Annotated[Name | None, Since("0.2.0", before=None)] = None
-    """Configuration (subset) of the dataset on the Hub. Can be unset if the dataset has only one."""
+    """Configuration (subset) of the dataset on the Hub. Required only if the dataset has several."""
     split: Annotated[Name | None, Since("0.2.0", before=None)] = None
-    """Split of the dataset on the Hub that is read for training. Can be unset if the dataset has only one."""
+    """Split of the dataset on the Hub from which training data is read. Required only if the dataset has several."""
     heldout_split: Annotated[Name | None, Since("0.2.0", before=None)] = None
-    """Split that is read for evaluation, of the dataset in `heldout_path` or else in `path`."""
+    """Split from which evaluation data is read. It belongs to the dataset in `heldout_path`, or in `path` if
+    `heldout_path` is not set."""
     revision: Annotated[Name | None, Since("0.2.0", before=None)] = None
-    """Branch, tag or commit of the dataset on the Hub in `path`. The default is its main branch. A run records the
-    commit and keeps it."""
+    """Branch, tag or commit of the dataset on the Hub in `path`. The default is the main branch. A run records the
+    commit and continues to use it."""
 
     @model_validator(mode="after")
     def _choose_part(self) -> Self:
-        """Add the keys to the addresses in both paths."""
+        """Add configuration, split and revision to the addresses in `path` and `heldout_path`."""
         if (heldout := self.heldout_path) is None and self.heldout_split is not None:
             heldout = self.path
         for key in self._keys_without_dataset(heldout):
@@ -57,7 +58,8 @@ class HubDatasetChoice(Settings):
         return self
 
     def _keys_without_dataset(self, heldout: Path | None) -> Iterator[str]:
-        """Yield the keys that are set although the path to which they apply is no dataset on the Hub."""
+        """Yield the keys that are set but have no effect, because the path to which they apply is not a dataset on the
+        Hub."""
         if not _is_dataset(self.path):
             yield from (key for key in ("split", "revision") if getattr(self, key) is not None)
         if self.heldout_split is not None and not _is_dataset(heldout):
@@ -67,7 +69,7 @@ class HubDatasetChoice(Settings):
 
 
 def _is_dataset(path: Path | None) -> bool:
-    """Return whether a path is a whole dataset on the Hub, not one file of it."""
+    """Return whether a path names a whole dataset on the Hub, and not a single file."""
     return isinstance(path, HubPath) and path.address.kind == "dataset" and not path.address.file
 
 
@@ -76,7 +78,8 @@ def _is_same_repository(path: Path, other: Path | None) -> bool:
 
 
 def _with_part(path: Path, *, config: str | None, split: str | None, revision: str | None) -> Path:
-    """Return the path with these parts added to its address, except parts that it already has."""
+    """Return the path with configuration, split and revision added to its address. Parts that the address already has
+    are kept."""
     if not isinstance(path, HubPath) or not _is_dataset(path):
         return path
     has = path.address

@@ -9,27 +9,28 @@ from infra.store.inputs import Location
 
 
 class PixelLimits(NamedTuple):
-    """Minimum and maximum image size in pixels (width × height). None keeps the value that comes with the policy."""
+    """Minimum and maximum image size in pixels (width × height). None means the default of the policy's image
+    processor."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
 
 class ImageFileSettings(Settings):
-    """Images in the rows of a data file: their column, their directory and the limits on their size."""
+    """Settings for images in the rows of a data file: their column, their directory and the limits on their size."""
 
     images_column: Annotated[str | None, Since("0.1.0", before=None)] = None
-    """Column with the images of the prompt, one or a list: paths below `images_root`, bytes, structs `{bytes, path}` or
-    texts `data:image/...;base64,`. Not set means that prompts have no images."""
+    """Column with the images of the prompt, one image or a list: paths below `images_root`, encoded bytes, structs
+    `{bytes, path}`, or texts `data:image/...;base64,`. If not set, prompts have no images."""
     images_root: Annotated[Location | None, Since("0.1.0", before=None)] = None
-    """Directory to which the paths of images are relative, on this machine or at s3://bucket/name. The default is the
-    directory of the file."""
+    """Directory to which image paths are relative, on this machine or at s3://bucket/name. The default is the directory
+    of the data file."""
     min_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
     """Minimum size of an image in pixels (width × height). Smaller images are enlarged. Requires an image processor
-    that supports a minimum size. If not set, the value that comes with the policy is used."""
+    that supports a minimum size. If not set, the default of the policy's image processor is used."""
     max_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Maximum size of an image in pixels (width × height). Larger images are shrunk, which reduces their number of
-    tokens. If not set, the value that comes with the policy is used."""
+    """Maximum size of an image in pixels (width × height). Larger images are shrunk, which reduces the number of
+    tokens. If not set, the default of the policy's image processor is used."""
 
     @model_validator(mode="after")
     def _check_pixels(self) -> Self:

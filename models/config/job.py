@@ -23,7 +23,8 @@ from models.config.training import DpoConfig, PolicyWarmup
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Parts of a run's configuration that must fit together."""
+    """Parts of a run's configuration whose settings must fit together. Other configuration classes check their settings
+    against it."""
 
     algorithm: Algorithm
     update: UpdateConfig
@@ -34,8 +35,8 @@ class Job:
 
 
 def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Iterator[tuple[str, EngineSettings, int]]:
-    """Yield every engine that runs in worker slots: its configuration key, its settings, and its number of slots per
-    worker."""
+    """Yield every inference engine that runs in worker slots, as (configuration key, settings of the engine, number of
+    slots per worker). Models behind endpoints need no slots."""
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
         dialogue = None if rollout.environment is None else rollout.environment.dialogue
@@ -47,7 +48,8 @@ def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Itera
 
 
 def find_conflicts(job: Job) -> Iterator[str]:
-    """Yield one line per invalid combination of settings. Only the first line is shown to the user."""
+    """Yield one message for each invalid combination of settings in a job. Only the first message is shown to the
+    user."""
     yield from job.algorithm.find_conflicts(job)
     yield from job.update.loss.find_conflicts(job)
     yield from job.update.optimizer.find_conflicts(job.update)
@@ -77,7 +79,7 @@ def find_conflicts(job: Job) -> Iterator[str]:
 def find_image_generation_conflicts(
     policy: PolicySource, job: Job, *, warmup: PolicyWarmup | None, data: DataConfig
 ) -> Iterator[str]:
-    """Yield one line per setting that does not work with a text-to-image policy, or that works only with such a
+    """Yield one message for each setting that does not work with a text-to-image policy, or works only with such a
     policy."""
     denoising, engine = job.rollout.denoising, job.rollout.engine
     if not policy.generates_images:
@@ -191,8 +193,8 @@ def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
 def find_preference_conflicts(
     preferences: PreferencesConfig | None, *, dpo: DpoConfig | None, data: DataConfig, scoring: ScoringConfig
 ) -> Iterator[str]:
-    """Yield one line per reason why preference pairs are missing, unused, or do not fit the data. Reward models and DPO
-    train on these pairs."""
+    """Yield one message for each reason why preference pairs (which reward models and DPO train on) are missing, are
+    not used, or do not fit the data."""
     trained = list(scoring.trained_reward_models)
     if preferences is None:
         for term in trained:

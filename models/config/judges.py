@@ -19,32 +19,34 @@ from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict,
 
 # ---- models behind rewards
 class ServedModel(Variant):
-    """Fields common to all models that compute rewards. `implementation` names a
-    `models.modeling.initial.ServedModelWriter`."""
+    """Fields common to all models that compute rewards (judges and reward models). `implementation` names a
+    `models.modeling.initial.ServedModelWriter`, which writes the model into the run."""
 
     implementation = "models.modeling.initial:refuse_to_write"
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks the model before the run starts, a
-    `models.inspection.other_models.ServedModelCheck`. Not defined for models that the run does not build or copy."""
+    """Import path `pkg.mod:function` of a `models.inspection.other_models.ServedModelCheck`, which checks the model
+    before the run starts. Not defined for models that the run neither builds nor copies."""
     training: ClassVar[str | None] = None
-    """`pkg.mod:function` that returns the work unit for training the model, a
-    `models.records.training_orders.TrainingOrder`, or None if the run does not train the model."""
+    """Import path `pkg.mod:function` of a `models.records.training_orders.TrainingOrder`, which returns the work unit
+    for training the model. None if the run does not train the model."""
 
     @property
     def begins_as_policy(self) -> bool:
-        """Whether the model starts as a copy of the policy after the policy's supervised training."""
+        """Whether the model starts as a copy of the policy, after the policy's supervised training (warm-up and
+        DPO)."""
         return False
 
 
 class JudgeModel(ContinuingModel, ServedModel):
-    """Fields common to all judge models."""
+    """Fields common to all judge models (language models that rate completions)."""
 
     uses_chat_template: ClassVar[bool] = True
     """Whether the judge's prompt is formatted as a chat if the model has a chat template."""
 
 
 class DirectoryJudge(AppendedTokens, JudgeModel):
-    """A causal language model directory in Hugging Face format; the run stores a copy of it."""
+    """Judge loaded from a causal language model directory in Hugging Face format. The run stores a copy of the
+    directory."""
 
     implementation = "models.modeling.initial:write_judge"
     inspection = "models.inspection.other_models:check_directory_judge"
@@ -53,17 +55,18 @@ class DirectoryJudge(AppendedTokens, JudgeModel):
     path: ModelLocation
     """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
     engine: EngineConfig = TransformersEngine()
-    """Engine that runs the judge."""
+    """Inference engine that runs the judge."""
 
 
 class PolicyShape(Settings):
-    """A copy of the policy itself, as trained before the first iteration."""
+    """Start of a judge's training from a copy of the policy, as trained before the first iteration."""
 
     kind: Literal["policy"] = "policy"
 
 
 class TrainedJudge(JudgeModel):
-    """A small judge, trained before the first iteration on correct and wrong completions of the data's problems."""
+    """Small judge that the run trains before the first iteration, on correct and wrong completions of the data's
+    problems."""
 
     implementation = "models.modeling.initial:write_trained_judge"
     inspection = "models.inspection.other_models:check_trained_judge"
@@ -77,60 +80,66 @@ class TrainedJudge(JudgeModel):
     warmup: WarmupConfig = WarmupConfig()
     """Settings for the supervised training of the judge."""
     engine: EngineConfig = TransformersEngine()
-    """Engine that runs the judge."""
+    """Inference engine that runs the judge."""
 
     @property
     def begins_as_policy(self) -> bool:
-        """Whether the judge starts as a copy of the policy."""
+        """Whether the judge's training starts from a copy of the policy."""
         return isinstance(self.shape, PolicyShape)
 
 
 class EndpointJudge(Endpoint, JudgeModel):
-    """A judge model behind an OpenAI-compatible endpoint."""
+    """Judge model behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"] = "endpoint"
     guided: Literal["none", "vllm"] = "none"
-    """Method of restricting the endpoint's output to the possible answers: "none", or "vllm" for vLLM's structured
-    outputs."""
+    """Method that restricts the endpoint's output to the possible answers of the verdict: "vllm" uses the structured
+    outputs of vLLM, "none" does not restrict it."""
 
 
 JudgeModelConfig = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
 
 
 class Canaries(Settings):
-    """Known-bad answers mixed in with the completions, to detect a judge that accepts everything."""
+    """Known-bad answers (canaries) that the judge rates together with the completions, to detect a judge that accepts
+    everything."""
 
     answers: Annotated[tuple[str, ...], Field(min_length=1)] = ("I do not know.", "The answer is correct.")
-    """Bad answers to insert. For verdicts of kind `steps`, each answer needs a step that is plainly wrong."""
+    """Known-bad answers that are sent to the judge. For verdicts of kind `steps`, each needs a step that is plainly
+    wrong."""
     per_shard: Positive = 2
-    """Number of canaries judged with each shard. Each costs as much as a completion."""
+    """Number of known-bad answers that are judged with each shard of completions. Each costs as much as a
+    completion."""
     pass_reward: Annotated[float, RenamedFrom("passing")] = 0.5
-    """Minimum reward with which a canary passes, that is, is wrongly accepted by the judge. For verdicts of kind
-    `steps`, a canary passes if no step is flagged."""
+    """Reward from which a known-bad answer counts as wrongly accepted. For verdicts of kind `steps`, it counts as
+    wrongly accepted if the judge flags no step."""
     max_passing: Fraction = 0.2
-    """Maximum share of an iteration's canaries that may pass. If it is exceeded, the iteration fails."""
+    """Maximum share of an iteration's known-bad answers that may be wrongly accepted. If it is exceeded, the iteration
+    fails."""
 
 
 class JudgeReward(RewardTerm):
-    """Reward computed from the verdict of a generative reward model (judge)."""
+    """Reward computed from the verdict of a language model that rates completions (judge)."""
 
     implementation = "models.workers.judge:JudgeWorker"
     example = '{ kind = "judge", model = { kind = "directory", path = "models/judge" } }'
 
     kind: Literal["judge"] = "judge"
     model: JudgeModelConfig
-    """Model that judges the completions."""
+    """Judge: the language model that rates the completions."""
     template: str | None = None
     """Prompt for the judge. The default asks for the configured verdict and puts the completion between fences; a judge
-    that the run trains gets a short prompt. `{prompt}`, `{completion}` and `{answer}` are filled in and escaped.
-    `{fence}` is a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}` (the completion
-    with each step in tags) instead of `{completion}`. A verdict of kind `rubric` needs `{criterion}` as well."""
+    that the run trains gets a shorter prompt. `{prompt}`, `{completion}` and `{answer}` are replaced by the escaped
+    texts, and `{fence}` by a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}` (the
+    completion with each step in tags) instead of `{completion}`. A verdict of kind `rubric` also needs
+    `{criterion}`."""
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
-    """Form of `{prompt}` for chats: "messages" is the tools and messages of the prompt, each in tags and escaped.
-    "text" is the prompt as rendered by the policy's template. No effect on plain-text prompts."""
+    """Text that replaces `{prompt}` if the prompt is a chat. "messages" is the tools and messages of the prompt, each
+    escaped and enclosed in tags. "text" is the prompt as rendered by the policy's chat template. No effect on
+    plain-text prompts."""
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
-    """Images shown to the judge: "none", or with "prompt" the images of the prompt, in order, before the text. For a
-    text-to-image policy, "prompt" shows the generated picture."""
+    """Images shown to the judge: none with "none", or the images of the prompt with "prompt", in order and before the
+    text. For a text-to-image policy, "prompt" shows the generated picture."""
     image_test_question: Annotated[
         str,
         Since("0.1.0", before="What colour is the square in the image? Answer with one word."),
@@ -140,34 +149,36 @@ class JudgeReward(RewardTerm):
     red and once with a blue square. The run is refused if both answers are equal, because the judge then does not
     receive its images."""
     verdict: Annotated[VerdictConfig | RubricVerdict, Field(discriminator="kind")] = ChoiceVerdict()
-    """Format of the judge's answer, and its conversion to a number."""
+    """Format of the judge's verdict in its answer, and the conversion of the verdict to a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of answers (votes) per completion."""
+    """Number of answers (votes) that are requested for each completion."""
     vote: Literal["mean", "median", "majority"] = "mean"
-    """Aggregation of the valid answers of several votes to one reward."""
+    """Method that combines the valid answers (votes) on a completion into one reward."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=512)
-    """Sampling of the judge's answers."""
+    """Sampling settings for the judge's answers."""
     retries: Annotated[int, Field(ge=0, le=8)] = 1
-    """Maximum number of times that an answer without exactly one valid verdict is requested again. If all fail, the
-    answer counts as invalid, not as 0."""
+    """Maximum number of times that an answer is requested again because it does not contain exactly one valid verdict.
+    If all attempts fail, the vote is invalid; it does not count as 0."""
     max_invalid: Fraction = 0.05
-    """Maximum share of an iteration's answers that may be invalid. For verdicts of kind `steps`, maximum share of
-    completions without any valid answer. If it is exceeded, the iteration fails."""
+    """Maximum share of invalid answers in an iteration. For verdicts of kind `steps`, maximum share of completions
+    without any valid answer. If it is exceeded, the iteration fails."""
     canaries: Canaries | None = None
-    """Known-bad answers mixed in with the completions. If not set, there are none."""
+    """Known-bad answers that the judge also has to rate, to detect a judge that accepts everything. If not set, none
+    are used."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of worker slots for one replica of the model, each with `pools.threads` threads or its GPUs."""
+    """Number of worker slots that one replica of the judge occupies. Each slot has `pools.threads` threads, or the GPUs
+    of a worker."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest possible score. It is the range of the verdict, because averages of votes stay inside
-        it."""
+        """Lowest and highest possible score, or None if it is unlimited. This is the range of the verdict, because the
+        combined value of several votes stays inside it."""
         return self.verdict.score_range
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: the verdict is graded, or several votes are
-        aggregated."""
+        """Whether the score can have more than two different values. This is the case if the verdict has more than two
+        values, or if several votes are combined."""
         return self.verdict.is_graded or self.votes > 1
 
     @property
@@ -177,7 +188,7 @@ class JudgeReward(RewardTerm):
 
     @property
     def endpoint(self) -> EndpointJudge | None:
-        """Endpoint of the judge, or None if the judge runs in a worker slot."""
+        """Endpoint of the judge, or None if the judge runs in worker slots."""
         return self.model if isinstance(self.model, EndpointJudge) else None
 
     @property
@@ -187,22 +198,22 @@ class JudgeReward(RewardTerm):
 
     @property
     def engine(self) -> EngineSettings | None:
-        """Engine of the judge, or None if the judge is behind an endpoint."""
+        """Inference engine of the judge, or None if the judge is behind an endpoint."""
         return None if isinstance(self.model, EndpointJudge) else self.model.engine
 
     @property
     def answer_verdict(self) -> VerdictConfig:
-        """Verdict on a single question. For a rubric, this is the verdict on one criterion."""
+        """Verdict that one answer of the judge contains. For a rubric, this is the verdict on a single criterion."""
         return self.verdict.criterion if isinstance(self.verdict, RubricVerdict) else self.verdict
 
     @property
     def uses_rubric(self) -> bool:
-        """Whether the judge rates the criteria of a rubric one by one."""
+        """Whether the judge rates each criterion of the problem's rubric separately."""
         return isinstance(self.verdict, RubricVerdict)
 
     @property
     def steps_verdict(self) -> StepsVerdict | None:
-        """Verdict settings if the verdict is of kind `steps`, else None."""
+        """Settings of the verdict if it lists the wrong steps of a completion (kind `steps`), else None."""
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
@@ -212,21 +223,21 @@ class JudgeReward(RewardTerm):
 
     @property
     def aggregation(self) -> StepAggregation:
-        """Aggregation of the step values to one number per completion."""
+        """Method that combines the values of steps into one number per completion."""
         return super().aggregation if self.steps_verdict is None else self.steps_verdict.aggregate
 
     @property
     def generates_text(self) -> bool:
-        """Whether the judge generates its answer token by token. If not, only the probabilities of given answers are
-        compared."""
+        """Whether the judge generates an answer token by token. If not, only the probabilities of the possible answers
+        are computed."""
         verdict = self.answer_verdict
         chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
         return not chooses
 
 
 class DirectoryRewardModel(ServedModel):
-    """A reward model directory in Hugging Face format: a sequence classifier with one output. The run stores a copy of
-    it."""
+    """Reward model loaded from a directory in Hugging Face format: a sequence classifier with one output. The run
+    stores a copy of the directory."""
 
     implementation = "models.modeling.initial:write_reward_model"
     inspection = "models.inspection.other_models:check_directory_reward_model"
@@ -237,8 +248,8 @@ class DirectoryRewardModel(ServedModel):
 
 
 class TrainedRewardModel(ServedModel):
-    """A reward model that starts as the initial policy with a one-output head and is trained on the run's preference
-    pairs (Bradley and Terry, 1952)."""
+    """Reward model that the run trains on its preference pairs (Bradley and Terry, 1952). Training starts from the
+    initial policy with a one-output head."""
 
     training = "models.records.training_orders:order_reward_model_training"
 
@@ -246,17 +257,17 @@ class TrainedRewardModel(ServedModel):
     steps: Positive = 600
     """Number of optimizer steps."""
     batch_size: Positive = 32
-    """Pairs per optimizer step."""
+    """Number of preference pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
     1e-5 for pretrained policies."""
     centering: Annotated[float, Field(ge=0)] = 0.01
-    """Factor of a loss term that keeps rewards around zero: the squared sum of the two rewards of a pair (arXiv
+    """Factor of a loss term that keeps rewards close to zero: the squared sum of the two rewards of a pair (arXiv
     2312.09244, section 3)."""
 
     @property
     def begins_as_policy(self) -> bool:
-        """Whether the model starts as a copy of the policy: always true."""
+        """Whether the model starts as a copy of the policy. This is always true."""
         return True
 
 
@@ -264,7 +275,7 @@ RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(d
 
 
 class ModelReward(RewardTerm):
-    """Score of a discriminative reward model, a sequence classifier with one output."""
+    """Reward computed by a reward model: a sequence classifier with one output."""
 
     implementation = "models.workers.reward_model:RewardModelWorker"
     example = '{ kind = "model", model = { kind = "directory", path = "models/reward" } }'
@@ -273,8 +284,8 @@ class ModelReward(RewardTerm):
     model: RewardModelConfig
     """Reward model that scores the completions."""
     template: str | None = None
-    """Input of the model, with `{prompt}` and `{completion}`. The default is the chat template, or without one the
-    prompt followed by the completion."""
+    """Input text of the reward model, with `{prompt}` and `{completion}`. The default is the model's chat template, or,
+    if it has none, the prompt followed by the completion."""
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
     """Form in which the reward model's chat template receives the prompt of a chat: "messages" passes the messages of
     the prompt, followed by the completion as the assistant's message. "text" passes the prompt, as rendered by the
@@ -286,23 +297,23 @@ class ModelReward(RewardTerm):
     batch_tokens: Positive = 16384
     """Maximum number of tokens, with padding, in one forward pass."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of worker slots for one replica of the model."""
+    """Number of worker slots that one replica of the reward model occupies."""
 
     is_graded: ClassVar[bool] = True
     votes: ClassVar[int] = 1
-    """Number of scores per completion."""
+    """Number of scores per completion: always 1."""
     vote: ClassVar[Literal["mean"]] = "mean"
-    """Aggregation of the scores to one reward."""
+    """Method that combines several scores of a completion. It has no effect, because there is only one."""
     engine: ClassVar[None] = None
-    """Always None, because reward models run in their worker without an inference engine."""
+    """Inference engine: always None, because reward models run in their worker without an engine."""
     uses_rubric: ClassVar[bool] = False
-    """Always false, because the model scores whole completions."""
+    """Whether the model rates each criterion of a rubric: always false, because it scores whole completions."""
     steps_verdict: ClassVar[None] = None
-    """Always None, because the model scores whole completions."""
+    """Settings of a verdict on steps: always None, because the model scores whole completions."""
     generates_text: ClassVar[bool] = False
-    """Always false, because the model scores in one forward pass and generates nothing."""
+    """Whether the model generates text: always false, because it scores a completion in one forward pass."""
     endpoint: ClassVar[None] = None
-    """Always None, because the model is never behind an endpoint."""
+    """Endpoint of the model: always None, because reward models run in worker slots."""
 
     @property
     def is_trained(self) -> bool:
@@ -311,5 +322,5 @@ class ModelReward(RewardTerm):
 
 
 ServedReward = JudgeReward | ModelReward
-"""Reward term that a model computes: a judge or a reward model. `implementation` names the class of the workers in
-which the model runs."""
+"""Reward term that a model computes: a judge or a reward model. `implementation` names the class of the workers that
+run the model."""

@@ -16,19 +16,20 @@ class Optimizer(Variant):
     """Fields common to all optimizers. `implementation` names a `models.training.optimizers.OptimizerFunction`."""
 
     highest_zero_stage: ClassVar[int] = 3
-    """Highest supported ZeRO stage. In higher stages each rank has only a part of what this optimizer needs for a
-    step."""
+    """Highest ZeRO stage that the optimizer supports. In higher stages each rank stores only a part of the data that a
+    step of this optimizer needs."""
     state_bytes: ClassVar[float] = 8
-    """Maximum bytes of optimizer state per trained parameter."""
+    """Maximum bytes of optimizer state for each trained parameter."""
     package: ClassVar[tuple[str, str] | None] = None
-    """Name of a Python module that the optimizer needs, and the requirement that installs it for pip, or None."""
+    """Python module that the optimizer imports, and the pip requirement that installs it. None if no package is
+    needed."""
     not_beside: ClassVar[str | None] = None
-    """Name of a Python module that must not be installed, or None. If this module were installed, the optimizer's
-    package would use it to load compiled code from a hub."""
+    """Python module that must not be installed, or None. If this module is installed, the optimizer's package uses it
+    to load compiled code from the Hugging Face Hub."""
 
     def find_conflicts(self, update: "UpdateConfig") -> Iterator[str]:
-        """Yield one line per update setting that does not work with this optimizer, and per package that is missing or
-        must not be installed."""
+        """Yield one message for each setting of the update that does not work with this optimizer, and for each package
+        that is missing or must not be installed."""
         name, max_stage = self.label, self.highest_zero_stage
         if update.running_stage > max_stage:
             bfloat16 = update.zero_stage <= max_stage
@@ -60,11 +61,12 @@ class AdamW(Optimizer):
 
 
 class Muon(Optimizer):
-    """Orthogonalized momentum for the matrices between embeddings and output layer, AdamW for all other weights.
+    """Optimizer that orthogonalizes the momentum of the weight matrices between embeddings and output layer, and uses
+    AdamW for all other weights (Muon).
 
-    Experts whose weights are stored in one tensor also use AdamW. Steps are scaled to the size of AdamW's steps by the
-    factor 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so learning rates for AdamW can be used. Muon
-    needs whole matrices, so it requires ZeRO stage 0 and float32.
+    Experts whose weights are stored in one tensor also use AdamW. Steps are scaled by 0.2 sqrt(max(rows, columns)) to
+    the size of AdamW's steps (arXiv 2502.16982, section 2.2), so learning rates for AdamW can be used. Muon needs whole
+    matrices, so it requires ZeRO stage 0 and float32.
     """
 
     implementation = "models.training.optimizers:muon"
@@ -72,7 +74,7 @@ class Muon(Optimizer):
 
     kind: Literal["muon"] = "muon"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay rate of the Nesterov momentum."""
+    """Decay rate of the Nesterov momentum, from which the steps of the matrices are computed."""
 
 
 class Adam8bit(Optimizer):

@@ -17,19 +17,20 @@ from infra.variants import Variant
 # ---- policy
 class PolicySource(Variant):
     """Fields common to all sources of an initial policy. `implementation` names a
-    `models.modeling.initial.PolicyWriter`."""
+    `models.modeling.initial.PolicyWriter`, which writes the policy into the run."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that describes the policy before a run begins, a `models.inspection.directory.Inspection`."""
+    """Import path of a `models.inspection.directory.Inspection`, which reads the policy's properties before a run
+    begins."""
     brings_tokens: ClassVar[bool] = False
-    """Whether the tokenizer comes with the policy. If not, a tokenizer is trained on the data."""
+    """Whether the policy comes with a tokenizer. If not, a tokenizer is trained on the data."""
     generates_images: ClassVar[bool] = False
     """Whether this is a text-to-image policy. Such a policy generates no text."""
 
     @property
     def picture_side(self) -> int | None:
-        """Height and width in pixels of the pictures on which the policy is warmed up, or None if it is not warmed up
-        on pictures."""
+        """Height and width in pixels of the pictures on which warm-up trains the policy. None without such a
+        warm-up."""
         return None
 
     def with_path(self, path: ModelLocation) -> "DirectoryPolicy | DiffusionPolicy":
@@ -39,30 +40,30 @@ class PolicySource(Variant):
 
 
 class ScratchPolicy(PolicySource):
-    """A small decoder with random weights, and a byte-level BPE tokenizer trained on the data's text."""
+    """Small decoder with random weights, and a byte-level BPE tokenizer trained on the data's text."""
 
     implementation = "models.modeling.initial:write_scratch"
     inspection = "models.inspection.directory:inspect_scratch"
 
     kind: Literal["scratch"] = "scratch"
     architecture: Literal["llama", "qwen3"] = "llama"
-    """Decoder architecture."""
+    """Architecture of the decoder, as implemented in transformers."""
     vocab_size: Annotated[int, Field(ge=300)] = 354
-    """Number of tokens in the vocabulary, including 256 bytes and the special tokens."""
+    """Number of tokens in the vocabulary, including one for each of the 256 bytes and the special tokens."""
     hidden_size: Annotated[int, Field(ge=8)] = 32
-    """Size of a token's hidden state. Must be a multiple of `heads`."""
+    """Size of the hidden state of a token. Must be a multiple of `heads`."""
     intermediate_size: Annotated[int, Field(ge=8)] = 96
-    """Hidden size of the MLP."""
+    """Hidden size of the MLP in each decoder block."""
     layers: Positive = 2
     """Number of decoder blocks."""
     heads: Positive = 4
-    """Number of attention heads."""
+    """Number of attention heads in each decoder block."""
     kv_heads: Positive = 4
     """Number of key-value heads. Must be a divisor of `heads`."""
     context: Annotated[int, Field(ge=16)] = 256
     """Maximum sequence length in tokens."""
     initial_std: Annotated[float, Field(gt=0), Since("0.1.0", before=0.02)] = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the normal distribution of the initial weights."""
 
     @model_validator(mode="after")
     def _require_divisible_heads(self) -> "ScratchPolicy":
@@ -80,24 +81,25 @@ class ScratchPolicy(PolicySource):
 
 
 class ScratchTower(Settings):
-    """Vision tower (image encoder) of a small vision-language policy, with the architecture of Idefics3."""
+    """Vision tower (image encoder) of a small vision-language policy, with the architecture of Idefics3's vision
+    tower."""
 
     image_size: Annotated[int, Field(ge=4, le=4096)] = 24
     """Side length in pixels to which images are resized. Must be a multiple of patch_size x scale_factor."""
     patch_size: Positive = 4
-    """Side length of a patch in pixels."""
+    """Side length of an image patch in pixels."""
     scale_factor: Positive = 2
-    """Side length, in patches, of the square of patches that is merged into one token."""
+    """Number of patches along a side of the square that is merged into one image token: 2 merges 2 x 2 patches."""
     hidden_size: Annotated[int, Field(ge=8)] = 64
-    """Size of a patch's hidden state. Must be a multiple of `heads`."""
+    """Size of the hidden state of a patch. Must be a multiple of `heads`."""
     intermediate_size: Annotated[int, Field(ge=8)] = 128
-    """Hidden size of the MLP."""
+    """Hidden size of the MLP in each transformer block."""
     layers: Positive = 2
     """Number of transformer blocks."""
     heads: Positive = 2
-    """Number of attention heads."""
+    """Number of attention heads in each transformer block."""
     initial_std: Annotated[float, Field(gt=0)] = 0.125
-    """Standard deviation of the initial weights. The default is 1 / √64."""
+    """Standard deviation of the normal distribution of the initial weights. The default is 1 / √64."""
 
     @model_validator(mode="after")
     def _require_divisible_sizes(self) -> "ScratchTower":
@@ -121,7 +123,7 @@ VISION_DECODER: Final = ScratchPolicy(
 
 
 class VisionScratchPolicy(PolicySource):
-    """A small vision-language policy with random weights: Idefics3's vision tower, and a decoder as in `kind =
+    """Small vision-language policy with random weights: Idefics3's vision tower, and a decoder as in `kind =
     "scratch"`."""
 
     implementation = "models.modeling.initial:write_vision_scratch"
@@ -131,8 +133,8 @@ class VisionScratchPolicy(PolicySource):
     tower: ScratchTower = ScratchTower()
     """Vision tower, which encodes images."""
     decoder: ScratchPolicy = VISION_DECODER
-    """Decoder, which reads and generates tokens. Three tokens of its vocabulary mark images. Keys that are not set keep
-    the default values shown here."""
+    """Decoder, which reads and generates tokens. Three tokens of its vocabulary represent images. Keys that you do not
+    set keep the default values shown here, which differ from those of `kind = "scratch"`."""
 
     @field_validator("decoder", mode="before")
     @classmethod
@@ -150,7 +152,7 @@ class VisionScratchPolicy(PolicySource):
 
 
 class DirectoryPolicy(PolicySource):
-    """A directory in Hugging Face format with a causal language model or a vision-language model."""
+    """Causal language model or vision-language model, loaded from a directory in Hugging Face format."""
 
     implementation = "models.modeling.initial:write_import"
     inspection = "models.inspection.directory:inspect_import"
@@ -162,16 +164,16 @@ class DirectoryPolicy(PolicySource):
     on this machine, at s3://bucket/name, or the name of a model on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`
     (docs/hub.md)."""
     context: Annotated[Positive | None, Since("0.2.0", before=None)] = None
-    """Maximum sequence length in tokens, for models such as Bloom whose config.json sets none. Stored as
+    """Maximum sequence length in tokens, for models such as Bloom whose config.json contains no limit. Stored as
     `max_position_embeddings` in the run's copy of the policy."""
 
 
 SUM_ERROR: Final = 1e-6
-"""Maximum deviation from 1 of the sum of a merge's weights."""
+"""Maximum difference between 1 and the sum of the weights of a merge. A larger difference is refused."""
 
 
 def find_weights_conflict(weights: Sequence[float]) -> str | None:
-    """Return the reason why the weights of a merge are invalid, or None if they are valid."""
+    """Return the reason why policies cannot be merged with these weights, or None if the weights are valid."""
     total = math.fsum(weights)
     if abs(total - 1) <= SUM_ERROR:
         return None
@@ -180,10 +182,10 @@ def find_weights_conflict(weights: Sequence[float]) -> str | None:
 
 
 class MergeParent(Settings):
-    """One of the policies to merge, with its weight in the sum."""
+    """One of the policies that are merged, with its weight in the sum."""
 
     path: ModelLocation
-    """Directory or name on the Hub of a model, or of a LoRA adapter. An adapter is added to its base model
+    """Directory, or name on the Hugging Face Hub, of a model or a LoRA adapter. An adapter is added to its base model
     before merging."""
     weight: float
     """Factor of this policy in the sum. It may be negative: weights of 1.75 and -0.75 extrapolate beyond the first
@@ -191,7 +193,8 @@ class MergeParent(Settings):
 
 
 class MergePolicy(PolicySource):
-    """Weighted sum of the tensors of several policies with the same architecture and tokenizer, computed in float32."""
+    """Merge: weighted sum of the tensors of several policies with the same architecture and tokenizer, computed in
+    float32."""
 
     implementation = "models.modeling.initial:write_merged_policy"
     inspection = "models.inspection.directory:inspect_merge"
@@ -201,9 +204,9 @@ class MergePolicy(PolicySource):
     parents: Annotated[tuple[MergeParent, ...], Field(min_length=1)]
     """Policies to merge. Their weights must sum to 1."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision in which the sum is stored. The default is the precision of the merged policies' files."""
+    """Precision in which the merged weights are stored. The default is the precision of the merged policies' files."""
     allow_unrelated: Annotated[bool, RenamedFrom("unrelated")] = False
-    """Whether to merge policies whose runs started from different initial policies."""
+    """Whether policies may be merged although their runs started from different initial policies."""
 
     @model_validator(mode="after")
     def _require_sum_of_one(self) -> "MergePolicy":
@@ -213,7 +216,7 @@ class MergePolicy(PolicySource):
 
 
 class DiffusionPolicy(PolicySource):
-    """A text-to-image model directory in diffusers format: Stable Diffusion 1, 2, XL and 3, FLUX, Qwen-Image.
+    """Text-to-image model directory in diffusers format: Stable Diffusion 1, 2, XL and 3, FLUX, Qwen-Image.
 
     Only the denoiser is trained. Text encoders and VAE are frozen.
     """
@@ -229,8 +232,8 @@ class DiffusionPolicy(PolicySource):
 
 
 class ScratchDiffusionPolicy(PolicySource):
-    """A small text-to-image policy with random weights: Stable Diffusion 3's transformer, which denoises pixels without
-    a VAE."""
+    """Small text-to-image policy with random weights: the transformer of Stable Diffusion 3, on pixels instead of
+    latents."""
 
     implementation = "models.denoising.policy:write_scratch_diffusion"
     inspection = "models.denoising.policy:inspect_scratch_diffusion"
@@ -241,19 +244,19 @@ class ScratchDiffusionPolicy(PolicySource):
     """Height and width, in pixels, of the pictures that the transformer generates. Stored pictures are enlarged 8
     times."""
     patch_size: Positive = 2
-    """Side length of the patch that becomes one token."""
+    """Side length in pixels of the image patch that becomes one token."""
     layers: Positive = 4
     """Number of transformer blocks."""
     heads: Positive = 4
-    """Number of attention heads."""
+    """Number of attention heads in each transformer block."""
     head_size: Annotated[int, Field(ge=4)] = 16
-    """Dimension of an attention head."""
+    """Number of dimensions of each attention head."""
     words: Annotated[int, Field(ge=4)] = 16
     """Maximum length of a prompt in words and punctuation marks, including the start and end tokens."""
     word_size: Annotated[int, Field(ge=4, multiple_of=2)] = 16
-    """Embedding size of a word in each of the two text encoders."""
+    """Size of the embedding of a word in each of the two text encoders."""
     shift: Annotated[float, Field(gt=0)] = 1.0
-    """Shift of the noise schedule towards high noise levels."""
+    """Shift of the flow-matching noise schedule. Values above 1 move the steps towards high noise levels."""
 
     @property
     def picture_side(self) -> int:
@@ -291,14 +294,14 @@ class ModelShape:
     experts: int = 0
     """Number of experts per layer among which a router chooses, or 0 if the model is not a mixture of experts."""
     replays_experts: bool = False
-    """Whether the model's routers can replay recorded expert choices."""
+    """Whether the model's routers can be made to choose recorded experts instead of their own."""
     is_longrope: bool = False
-    """Whether the context is limited so that a longrope model always uses its short factors."""
+    """Whether this is a longrope model, whose context is limited to the length at which its position factors change."""
     slices: bool = True
-    """Whether the model supports sequence parallelism: all layers except attention process tokens independently, and
-    attention can be split by heads."""
+    """Whether the model supports sequence parallelism. If so, tokens interact only in attention, and attention can be
+    split by heads."""
     packs: bool = True
-    """Whether several sequences can share a row, because all layers except attention process tokens independently."""
+    """Whether one row of a batch can contain several sequences. If so, tokens interact only in attention."""
 
     decoding_conflict: str = ""
     """Reason why the engine `transformers` cannot decode with the model. Empty if no reason is known."""
@@ -316,7 +319,7 @@ class ModelShape:
             )
 
     def check_slices(self, ranks: int, *, what: str) -> None:
-        """Raise BadInput if this number of ranks cannot share a micro-batch by sequence parallelism.
+        """Raise BadInput if sequence parallelism cannot split a micro-batch of this model over this number of ranks.
 
         `what` names the model in messages.
         """
@@ -338,52 +341,58 @@ class ModelShape:
 
     @property
     def context_text(self) -> str:
-        """Maximum sequence length as a text for messages, with the reason if a longrope model is limited."""
+        """Maximum sequence length as text for messages, such as "4096 tokens". For a longrope model, the text adds that
+        Rheostat uses only its short position factors, which limits the length."""
         reason = " (a longrope model, for which Rheostat uses only the short factors)"
         return f"{self.context} tokens{reason if self.is_longrope else ''}"
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers per token in the KV cache: the keys and values of all layers."""
+        """Count of numbers that the KV cache stores for each token: the keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """Size and structure of a model as needed to estimate training memory and to place adapters."""
+    """Sizes and structure of a model that are needed to estimate the memory for training, and to find the layers that
+    get LoRA adapters."""
 
     kind: str
     """Name of the model's class in transformers."""
     parameters: int
     layers: Mapping[str, int]
-    """Sum of the input and output sizes of each linear layer that can have an adapter, by layer name."""
+    """Input size plus output size of each linear layer that can have a LoRA adapter, by layer name."""
     head: int = 0
-    """Number of parameters of a classifier head, which is trained completely even if the other layers have adapters."""
+    """Number of parameters of a classifier head, or 0. All of them are trained even if the other layers have
+    adapters."""
     matmul_parameters: int = 0
-    """Number of weights by which every text token is multiplied: linear layers, the output layer, and the active
-    experts of a mixture."""
+    """Number of weights by which every text token is multiplied: those of the linear layers, of the output layer, and
+    of the active experts in a mixture of experts."""
     blocks: int = 0
     """Number of decoder blocks."""
     hidden_size: int = 0
-    """Numbers per token that a block keeps if its activations are recomputed, which is the size of its input state."""
+    """Count of numbers that a block stores for each token if its activations are recomputed: the size of its input
+    state."""
     vocab_size: int = 0
-    """Number of logits per token, which is the output size of the output layer."""
+    """Number of logits for each token: the output size of the output layer."""
     kept_numbers: int = 0
-    """Numbers per token that a block keeps for its backward pass in float32 if all its weights are trained."""
+    """Count of numbers that a block stores for each token until its backward pass, in float32 and with all weights
+    trained."""
     largest_block: float = 1.0
-    """Activations of the largest block relative to the average block."""
+    """Size of the largest block's activations, divided by that of the average block."""
     norm_numbers: int = 0
-    """Sum of the widths of a block's norms. A block keeps this many more numbers per token in bfloat16, and this many
-    fewer if norm weights are frozen."""
+    """Sum of the widths of the normalization layers in a block. In bfloat16 a block stores this many more numbers for
+    each token. If the norm weights are frozen, it stores this many fewer."""
     attentions: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-    """Attention implementations that the model's class supports."""
+    """Attention implementations that the model's class in transformers supports."""
     recomputes: bool = True
-    """Whether the activations of the model's blocks can be recomputed in the backward pass."""
+    """Whether the activations of the blocks can be recomputed in the backward pass (activation checkpointing)."""
     has_guidance_input: bool = False
-    """Whether a denoiser takes guidance as an input."""
+    """Whether a denoiser takes the scale of classifier-free guidance as an input."""
 
     def guided(self, guidance: float) -> "ModelOutline":
-        """Return the outline for a scale of classifier-free guidance. Each state then also needs a prediction without
-        the prompt, so the activations double, except if the scale is 1 or an input of the denoiser."""
+        """Return the outline of a denoiser that is trained with this scale of classifier-free guidance. The activations
+        double, because each state also needs a prediction without the prompt. They stay equal if the scale is 1 or an
+        input of the denoiser."""
         reads = 1 if guidance == 1 or self.has_guidance_input else 2
         return replace(self, hidden_size=reads * self.hidden_size, kept_numbers=reads * self.kept_numbers)

@@ -20,26 +20,27 @@ from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import HeldoutConfig
 
 MIN_PROBLEMS = 30
-"""Minimum number of problems in a suite. With fewer problems, the statistical bounds of the gate are not reliable."""
+"""Minimum number of problems in a suite. With fewer problems, the confidence bounds of the gate are not reliable."""
 
 HELDOUT = "heldout"
-"""Name of the suite that every run has: held-out problems of the run's own data, with the run's rewards."""
+"""Name of the suite that every run has: the held-out problems of the run's own data, scored with the run's rewards."""
 
 MAX_NAME = 64
-"""Maximum characters of a run's name."""
+"""Maximum number of characters in the name of a run."""
 
 SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
 
 
 class SuiteConfig(HeldoutConfig):
-    """Additional suite of held-out problems on which the gate compares policies."""
+    """Additional suite: held-out problems with which `rheostat retrain` compares the champion and the retrained
+    policy."""
 
     name: SuiteName
-    """Name by which the rules of the gate refer to this suite."""
+    """Name of the suite, by which `primary`, `guards` and `floors` refer to it."""
     data: DataConfig = ArithmeticData()
     """Source of the suite's held-out problems."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """Rewards that score the completions. Rules use the first reward unless they name another."""
+    """Rewards that score the completions. Rules use the first reward unless they name another one in `term`."""
     max_new_tokens: Positive | None = None
     """Maximum tokens of a completion. The default is `rollout.sampling.max_new_tokens`."""
 
@@ -52,26 +53,28 @@ class SuiteConfig(HeldoutConfig):
 
 
 class SuiteRule(Settings):
-    """Fields common to all rules of the gate that use a suite."""
+    """Fields common to all rules of the promotion gate that use a suite of held-out problems."""
 
     suite: SuiteName = HELDOUT
     """Name of the suite to which the rule applies."""
     term: str | None = None
-    """Name of one of the suite's rewards, such as a reward of weight 0 that checks the format of the completion. The
-    default is the first reward."""
+    """Name of the suite's reward that the rule uses, such as a reward of weight 0 that checks the format of the
+    completion. The default is the first reward."""
 
     @property
     def label(self) -> str:
-        """Name of the rule in messages: `safety`, or `safety/format`."""
+        """Name of the rule in messages: the suite, and the reward if one is set, such as `safety` or
+        `safety/format`."""
         return self.suite if self.term is None else f"{self.suite}/{self.term}"
 
 
 class ComparisonRule(SuiteRule):
-    """A rule that compares the scores of the champion and of the challenger (the retrained policy)."""
+    """Fields common to rules that compare the scores of the champion with those of the challenger (the retrained
+    policy)."""
 
     range: tuple[float, float] | None = None
-    """Lowest and highest possible score, on which the statistical bounds rely. The default is the range of the reward's
-    kind, or 0 to 1 if all scores are between 0 and 1. A score outside the range makes the comparison invalid. Scores
+    """Lowest and highest possible score, which the confidence bounds need. The default is the range of the reward's
+    kind, or 0 to 1 if all scores are between 0 and 1. A score outside of the range makes the comparison invalid. Scores
     without a range are compared by a bootstrap, which may promote more often than `alpha` allows. A guard on scores
     without a range never passes."""
 
@@ -87,67 +90,70 @@ class ComparisonRule(SuiteRule):
 
 
 class Primary(ComparisonRule):
-    """A suite on which the challenger (the retrained policy) must be better than the champion."""
+    """Rule for a suite on which the challenger (the retrained policy) must be better than the champion."""
 
     min_gain: Annotated[float, Field(ge=-1, le=1)] = 0.0
-    """Gain of the challenger in the mean score that the lower confidence bound of the gain must exceed."""
+    """Minimum gain of the challenger in the mean score. The rule passes if the lower confidence bound of the gain
+    exceeds this value."""
 
 
 class Guard(ComparisonRule):
-    """A suite on which the challenger (the retrained policy) must not be worse than the champion."""
+    """Rule for a suite on which the challenger (the retrained policy) must not be worse than the champion."""
 
     margin: Annotated[float, Field(gt=0, le=1)]
-    """Loss in the mean score that the challenger must not reach. The rule passes if the lower confidence bound of the
-    difference is above -margin."""
+    """Tolerated loss of the challenger in the mean score. The rule passes if the lower confidence bound of the
+    difference (challenger minus champion) is above -margin."""
 
 
 class Floor(SuiteRule):
-    """A suite on which the challenger (the retrained policy) must reach a fixed mean score, independent of the
-    champion."""
+    """Rule for a suite on which the challenger (the retrained policy) must reach a fixed mean score, whatever the
+    champion's score is."""
 
     min_score: Annotated[float, Field(ge=-1, le=1), RenamedFrom("least")]
     """Minimum mean score of the challenger's completions, such as 0.98 for a reward that checks their format."""
 
 
 class SuiteCheck(Settings):
-    """Check, before training, of how many problems of a suite are also in the training data (contamination)."""
+    """Request to check, before training, how many problems of a suite also occur in the training data
+    (contamination)."""
 
     suite: SuiteName
     """Name of the suite to check."""
     data: DataConfig
     """Training problems of the retrain."""
     max_contaminated: Fraction
-    """Maximum share of the suite's problems that may also occur, literally or nearly, among the training problems."""
+    """Maximum share of the suite's problems that may also occur among the training problems, literally or nearly."""
     policy: PolicyConfig | None = None
-    """The configured policy, if the champion has replaced it as the start of the run, else None."""
+    """Policy in the configuration, if the run starts from the champion instead. None if the run starts from this
+    policy."""
 
 
 class LimitsConfig(Settings):
-    """Absolute limits for a challenger (the retrained policy), which apply whatever its gain is. A limit that is not
-    set is not checked."""
+    """Absolute limits for a challenger (the retrained policy). They apply whatever its gain is. A limit that is not set
+    is not checked."""
 
     length: Annotated[float, Field(gt=0)] | None = None
-    """Maximum mean length, in tokens, of the challenger's completions for the held-out problems."""
+    """Maximum mean length, in tokens, of the challenger's completions of the held-out problems."""
     max_truncated: Annotated[Fraction | None, RenamedFrom("cut_off")] = None
-    """Maximum share of the challenger's completions for the held-out problems that reach the length limit."""
+    """Maximum share of the challenger's completions of the held-out problems that are cut at the length limit."""
     kl: Annotated[float, Field(gt=0)] | None = None
-    """Maximum KL divergence, in nats per token, between the challenger and the policy that generated the rollouts of
-    its last update."""
+    """Maximum KL divergence, in nats per token, of the challenger from the policy that generated the rollouts for its
+    last update."""
     price: Annotated[float, Field(gt=0)] | None = None
-    """Maximum cost of the challenger's run, computed with `[budget.prices]`."""
+    """Maximum cost of the run that trained the challenger, computed with `[budget.prices]`."""
 
 
 class CardConfig(Settings):
-    """Additional facts for the model card, with the field names of Hugging Face model cards."""
+    """Additional facts for the model card of a promoted policy, with the field names of Hugging Face model cards."""
 
     base_model: str | None = None
-    """Hub name of the base model, such as `Qwen/Qwen3-0.6B`."""
+    """Name of the base model on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`."""
     license: str | None = None
     """Identifier of the license, such as `apache-2.0`."""
     datasets: tuple[str, ...] = ()
     """Names of the data sets from which the problems come."""
     language: tuple[str, ...] = ()
-    """Language codes, such as `en`."""
+    """Codes of the languages that the model generates, such as `en`."""
     description: str = ""
     """Intended use of the model, and uses for which it is not intended."""
 
@@ -158,31 +164,32 @@ class PromotionConfig(Settings):
     registry: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
     """Name of the registry that contains the promoted versions, stored below `registry/` in the store."""
     primary: Annotated[tuple[Primary, ...], Field(min_length=1)] = (Primary(),)
-    """Suites on which the challenger must be better than the champion: a table, or a list of tables. Several suites are
-    tested by Holm's method."""
+    """Suites on which the challenger must be better than the champion: one table, or a list of tables. If there are
+    several, their significance levels are corrected by Holm's method."""
     guards: tuple[Guard, ...] = ()
     """Suites on which the challenger must not be worse than the champion."""
     limits: LimitsConfig = LimitsConfig()
     """Absolute limits for the challenger, such as the length of its completions or the cost of its run."""
     floors: tuple[Floor, ...] = ()
-    """Suites on which the challenger must reach a minimum score. Guards allow a small loss in each retrain; floors stop
-    these losses from adding up."""
+    """Suites on which the challenger must reach a minimum score. Guards allow a small loss in each retrain; floors
+    prevent these losses from adding up."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
     """Significance level of the one-sided confidence intervals: the maximum probability of promoting a challenger that
     is no better than the champion."""
     max_missing: Fraction = 0.05
-    """Maximum share of missing scores. If more scores are missing, the gate makes no decision."""
+    """Maximum share of scores that may be missing. If more are missing, the gate makes no decision and the champion
+    stays."""
     max_contaminated: Fraction = 0.0
-    """Maximum share of a suite's problems that may also occur, literally or nearly, among the training problems."""
+    """Maximum share of a suite's problems that may also occur among the training problems, literally or nearly."""
     problems: Literal["new", "all"] = "new"
-    """Training problems of a retrain: "new" uses only problems on which no champion's run was trained, "all" uses all
+    """Training problems of a retrain: "new" uses only problems on which no earlier champion was trained, "all" uses all
     problems."""
     approve: Literal["automatic", "manual"] = "automatic"
-    """Approval of a challenger that passes all rules. With `manual` it becomes a proposal, which a person approves in a
-    form of the deployment's flow run or with `rheostat promote`."""
+    """Approval of a challenger that passes all rules. With `automatic` it becomes the champion at once. With `manual`
+    it becomes a proposal, which a person approves in a form of the Prefect flow run or with `rheostat promote`."""
     approve_days: Annotated[float, Field(gt=0, le=365)] = 7.0
-    """Number of days for which the form of `approve = "manual"` waits. After that the flow run fails, but `rheostat
-    promote` can still approve the proposal."""
+    """Number of days for which the form of `approve = "manual"` waits for an answer. After that the flow run fails, but
+    `rheostat promote` can still approve the proposal."""
     keep: Positive = 5
     """Number of newest promoted policies whose files are kept, in addition to the champion."""
     card: CardConfig = CardConfig()
@@ -195,23 +202,23 @@ class PromotionConfig(Settings):
 
     @property
     def compared(self) -> tuple[ComparisonRule, ...]:
-        """Rules that compare the champion and the challenger: the primary rules, then the guards."""
+        """Rules that compare the champion with the challenger: the primary rules, followed by the guards."""
         return (*self.primary, *self.guards)
 
     @property
     def rules(self) -> tuple[SuiteRule, ...]:
-        """All rules that use a suite: the primary rules, then guards, then floors."""
+        """All rules that use a suite: the primary rules, followed by guards and floors."""
         return (*self.compared, *self.floors)
 
     def suites(self) -> list[str]:
-        """Return the names of the suites that the rules use, without repetitions. The suites of primary rules come
-        first."""
+        """Return the name of each suite that a rule uses, once. The suites of primary rules come first."""
         return [*dict.fromkeys(rule.suite for rule in self.rules)]
 
     def find_conflicts(
         self, suites: tuple[SuiteConfig, ...], scoring: ScoringConfig, *, heldout: int, run: str
     ) -> Iterator[str]:
-        """Yield one line per conflict of the rules with the suites, the run's own evaluation or the run's name."""
+        """Yield one message for each conflict of the rules with the configured suites, with the run's own evaluation
+        (`heldout` problems, `scoring`) or with the name of the run."""
         suite_scoring = {suite.name: scoring.model_copy(update={"rewards": suite.rewards}) for suite in suites}
         terms = {HELDOUT: scoring.terms, **{name: each.terms for name, each in suite_scoring.items()}}
         rewards = {HELDOUT: scoring.rewards, **{suite.name: suite.rewards for suite in suites}}

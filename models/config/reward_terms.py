@@ -17,21 +17,21 @@ StepAggregation = Literal["mean", "sum", "min"]
 
 
 class RewardTerm(Variant):
-    """Fields common to all reward terms. The total reward is the weighted sum of the terms."""
+    """Fields common to all reward terms. The total reward of a completion is the weighted sum of its terms."""
 
     example: ClassVar[str]
-    """Example of a table with this kind, in TOML, for `rheostat rewards`."""
+    """Example of a TOML table that configures this kind of reward, printed by `rheostat rewards`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
-    """Name of this term in columns and metrics. The default is its kind."""
+    """Name of this reward term in columns and metrics. The default is its `kind`."""
     weight: float = 1.0
-    """Factor of this term in the total reward."""
+    """Factor of this term in the total reward. A term of weight 0 is only measured."""
     shift: Annotated[float, Since("0.1.0", before=0.0)] = 0.0
-    """Number subtracted from the score before it is scaled. `rheostat soup` sets it to the mean score of the initial
-    policy."""
+    """Number that is subtracted from the score before it is divided by `scale`. `rheostat soup` sets it to the mean
+    score of the initial policy."""
     scale: Annotated[float, Field(gt=0), Since("0.1.0", before=1.0)] = 1.0
-    """Number by which the shifted score is divided. `rheostat soup` sets it to the standard deviation of the initial
-    policy's scores."""
+    """Number by which the score, minus `shift`, is divided. `rheostat soup` sets it to the standard deviation of the
+    initial policy's scores."""
 
     @property
     def granularity(self) -> Granularity:
@@ -45,7 +45,7 @@ class RewardTerm(Variant):
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest possible score of one completion, or None if these settings do not limit the score."""
+        """Lowest and highest possible score of a completion, or None if the score is not limited by these settings."""
         return None
 
     @property
@@ -55,13 +55,13 @@ class RewardTerm(Variant):
 
     @property
     def uses_images(self) -> bool:
-        """Whether this reward may use images of the prompt or generated pictures."""
+        """Whether this reward may read images: those of the prompt, or generated pictures."""
         return False
 
     @property
     def aggregation(self) -> StepAggregation:
-        """Aggregation of step, token or turn scores to one number per completion. Raises AssertionError for rewards
-        that score whole completions."""
+        """Method that combines step, token or turn scores into one number per completion. Raises AssertionError for
+        rewards that score whole completions."""
         raise AssertionError(
             "a list of scores was read from a reward that has one score per completion. Only rewards of steps, tokens "
             "or turns have several"
@@ -70,22 +70,25 @@ class RewardTerm(Variant):
 
 # ---- steps
 class BlankLines(Settings):
-    """Division into steps at blank lines, except inside a code or math fence (CAPO, arXiv 2508.02298)."""
+    """Division of a completion into steps at blank lines, except inside code and math fences (CAPO, arXiv
+    2508.02298)."""
 
     may_hang: ClassVar[bool] = False
-    """Whether dividing a text may take so long that the process must be killed."""
+    """Whether dividing a text into steps can take so long that the process must be killed. Only regular expressions
+    can."""
 
     kind: Literal["blank_lines"] = "blank_lines"
 
 
 class PatternSteps(Settings):
-    """Division into steps at matches of a regular expression. The matched text belongs to the step before it."""
+    """Division of a completion into steps at matches of a regular expression. The matched text belongs to the step
+    before it."""
 
     may_hang: ClassVar[bool] = True
 
     kind: Literal["pattern"] = "pattern"
     pattern: str
-    """Regular expression that matches the separator between steps."""
+    """Regular expression that matches the text between two steps."""
 
     @field_validator("pattern")
     @classmethod
@@ -107,38 +110,39 @@ Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
 
 # ---- rules
 class RuleReward(RewardTerm, ABC):
-    """Fields common to all rewards that are functions. Scoring workers call these functions in separate processes."""
+    """Fields common to all rewards that are computed by a function. Scoring workers call these functions in separate
+    processes."""
 
     brings_code: ClassVar[bool] = False
-    """Whether the function is user code. User code runs in a process that imports nothing of Rheostat."""
+    """Whether the function is user code. If so, it runs in a process that imports nothing of Rheostat."""
 
     @property
     @abstractmethod
     def function(self) -> RunFunction:
-        """Function to call, with its options."""
+        """Description of the function to call, with its options."""
 
     @property
     def segmentation(self) -> Segmentation | None:
-        """Method of dividing completions into steps, or None if this reward does not score steps."""
+        """Method that divides completions into steps, or None if this reward does not score steps."""
         return None
 
 
 class BuiltInReward(RuleReward):
-    """Fields common to all rules that ship with Rheostat. `implementation` names a
+    """Fields common to all reward functions that ship with Rheostat. `implementation` names a
     `models.rewards.rules.RewardMaker`."""
 
     checks_references: ClassVar[bool] = False
-    """Whether the rule raises ValueError for a reference answer that it cannot compare with. If so, all references are
-    checked before anything is generated."""
+    """Whether the function raises ValueError for a reference answer with which it cannot compare a completion. If so,
+    all reference answers are checked before anything is generated."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest score: 0 for a wrong answer, 1 for a correct one."""
+        """Lowest and highest score: 0 for a wrong answer and 1 for a correct one."""
         return 0.0, 1.0
 
     @property
     def function(self) -> RunFunction:
-        """Reference to this reward's function, which the process that calls it builds from these settings."""
+        """Description of this reward's function. The process that calls it builds it from these settings."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
             "models.rewards.rules:load_reward", where=f"the {self.label} reward", options=settings, made=True
@@ -146,7 +150,7 @@ class BuiltInReward(RuleReward):
 
 
 class NumericReward(BuiltInReward):
-    """Reward of 1 if the number in the completion equals the number in the reference, else 0."""
+    """Reward of 1 if the number in the completion equals the number in the reference answer, else 0."""
 
     implementation = "models.rewards.rules:numeric_reward"
     checks_references = True
@@ -154,15 +158,15 @@ class NumericReward(BuiltInReward):
 
     kind: Literal["numeric"] = "numeric"
     pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
-    """Regular expression that extracts the answer from completion and reference: the first group of its last match.
-    With the default pattern and version 2, the answer is the number after the last `####`."""
+    """Regular expression that finds the answer in the completion and in the reference answer: the first group of its
+    last match. With the default pattern and version 2, the answer is the number after the last `####`."""
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the comparison. 2 reads numbers as people write them, such as `**42**`, `$18`, `50%`, `1/2` or `3,5`
-    (docs/rewards.md). 1 reads only plain decimals; runs that began before this key existed use it."""
+    """Version of the comparison. Version 2 reads numbers as people write them, such as `**42**`, `$18`, `50%`, `1/2` or
+    `3,5` (docs/rewards.md). Version 1 reads only plain decimals; runs that began before this key existed use it."""
 
 
 class MathReward(BuiltInReward):
-    """Reward of 1 if the final answers of completion and reference are equal, else 0 (docs/rewards.md).
+    """Reward of 1 if the final answer of the completion equals that of the reference, else 0 (docs/rewards.md).
 
     Numbers and words are compared by Rheostat, other mathematics by math-verify. Expressions that are too large to be
     evaluated, such as 9^(9^9), are equal only if they are written identically.
@@ -174,24 +178,24 @@ class MathReward(BuiltInReward):
 
     kind: Literal["math"] = "math"
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the comparison. 2 compares the final answers by their kind: numbers, words, or mathematics
-    (docs/rewards.md). 1 compares whole texts by math-verify; runs that began before this key existed use it."""
+    """Version of the comparison. Version 2 compares the final answers by their kind: numbers, words, or mathematics
+    (docs/rewards.md). Version 1 compares whole texts by math-verify; runs that began before this key existed use it."""
 
 
 class RegexReward(BuiltInReward):
-    """Reward of 1 if the pattern is found in the completion, else 0."""
+    """Reward of 1 if a regular expression matches somewhere in the completion, else 0."""
 
     implementation = "models.rewards.rules:pattern_reward"
     example = '{ kind = "regex", pattern = "<think>.+</think>" }'
 
     kind: Literal["regex"] = "regex"
     pattern: str
-    """Regular expression to search for."""
+    """Regular expression that is searched for in the completion."""
 
 
 class SimilarityReward(BuiltInReward):
-    """Cosine similarity, from -1 to 1, between the embeddings of the completion and of the reference answer. The
-    embeddings are computed by a retriever (docs/retrieval.md)."""
+    """Cosine similarity, from -1 to 1, between the embeddings of the completion and of the reference answer. A
+    retriever computes the embeddings (docs/retrieval.md)."""
 
     implementation = "models.rewards.similarity:similarity_reward"
     example = '{ kind = "similarity", retriever = "models/retriever" }'
@@ -203,7 +207,7 @@ class SimilarityReward(BuiltInReward):
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest cosine similarity: -1 and 1."""
+        """Lowest and highest possible cosine similarity: -1 and 1."""
         return -1.0, 1.0
 
     @property
@@ -229,8 +233,8 @@ class PaintingReward(BuiltInReward):
 
 
 class ClipReward(BuiltInReward):
-    """CLIP score of the last generated picture and the prompt (such as PickScore or HPS), or the output of an
-    additional head on the picture's embedding.
+    """Score of the last generated picture by a CLIP model: its similarity to the prompt (such as PickScore or HPS), or
+    the output of an additional head on the picture's embedding.
 
     The score is computed on the CPU in the scoring worker. A prompt longer than the CLIP model's context is truncated.
     """
@@ -243,11 +247,11 @@ class ClipReward(BuiltInReward):
     """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name, or a
     name on the Hub."""
     value: Literal["cosine", "logit"] = "cosine"
-    """Score: "cosine" is the cosine similarity of the two embeddings, -1 to 1. "logit" is this similarity times the
-    CLIP model's logit scale, divided by 100."""
+    """Score: "cosine" is the cosine similarity of the picture's and the prompt's embeddings, from -1 to 1. "logit" is
+    this similarity times the CLIP model's logit scale, divided by 100."""
     head: Location | None = None
     """Safetensors file of linear layers that map the normalized image embedding to one number, which is the score. If
-    not set, the picture is compared with the prompt."""
+    not set, the score compares the picture with the prompt."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
@@ -289,48 +293,48 @@ class TargetReward(RuleReward):
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """Function to call, as `pkg.mod:function`."""
+    """Reward function, as `pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments passed to the function."""
+    """Keyword arguments that are passed to the function in addition to the texts."""
     per: Literal["completion", "step", "token", "turn"] = "completion"
-    """Unit that this reward scores."""
+    """Unit that this reward scores. It determines the function's arguments and what it returns."""
     steps: Segmentation = BlankLines()
-    """Method of dividing the completion into steps. Used with `per = "step"`."""
+    """Method that divides a completion into steps. Used only with `per = "step"`."""
     aggregate: StepAggregation = "mean"
-    """Aggregation of the scores of steps, tokens or turns to one number, for uses that need one number per
-    completion."""
+    """Method that combines the scores of steps, tokens or turns into one number, where one number per completion is
+    needed (such as metrics and evaluations)."""
 
     @property
     def uses_images(self) -> bool:
-        """Whether this reward may use images. Always true, because the function's parameters are unknown until it is
+        """Whether this reward may read images. Always true, because the function's parameters are unknown until it is
         imported."""
         return True
 
     @property
     def function(self) -> RunFunction:
-        """Reference to the function that `target` names, with its options."""
+        """Description of the function that `target` names, with its options."""
         part = {"completion": "", "step": "steps", "token": "tokens", "turn": "turns"}[self.per]
         return RunFunction(self.target, where=f"reward target {self.target!r}", options=self.options, part=part)
 
     @property
     def segmentation(self) -> Segmentation | None:
-        """Method of dividing completions into steps, or None if this reward does not score steps."""
+        """Method that divides completions into steps, or None if this reward does not score steps."""
         return self.steps if self.per == "step" else None
 
     @property
     def granularity(self) -> Granularity:
-        """Unit that this reward scores, as configured."""
+        """Unit that this reward scores, as configured in `per`."""
         return self.per
 
     @property
     def aggregation(self) -> StepAggregation:
-        """Aggregation of step, token or turn scores to one number per completion, as configured."""
+        """Method that combines step, token or turn scores into one number per completion, as configured."""
         return self.aggregate
 
 
 # ---- programs
 class CodeReward(RewardTerm):
-    """Unit tests from the problem, run in a sandbox (bubblewrap) on the last code block of the completion.
+    """Result of running the problem's unit tests on the last code block of the completion, in a sandbox (bubblewrap).
 
     The reference answer contains the tests: Python code in which each top-level `assert` is one test, or a JSON list of
     `{"input": …, "output": …}`, the text that the program reads on stdin and the text that it must write to stdout.
@@ -345,44 +349,45 @@ class CodeReward(RewardTerm):
     """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
     that runs Rheostat."""
     test_seconds: Annotated[float, Field(gt=0)] = 5
-    """Time limit in seconds for one stdin input, or for all asserts together. After a timeout no further tests are
-    run."""
+    """Time limit in seconds for the program on one input, or for all asserts together. After a timeout no further tests
+    are run."""
     memory_mib: Annotated[int, Field(ge=128)] = 1024
-    """Memory limit in MiB of a program. It also limits the address space of each of the program's processes."""
+    """Memory limit in MiB for all processes of a program together. It also limits the address space of each process."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest score: 0 if no test passes, 1 if all pass."""
+        """Lowest and highest score: 0 if no test passes, 1 if all tests pass."""
         return 0.0, 1.0
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score is the share of passed tests and not only 0 or 1."""
+        """Whether the score can have more than two different values. This is the case if it is the share of passed
+        tests."""
         return self.value == "share"
 
 
 # ---- environments
 class EnvironmentReward(RewardTerm):
-    """Reward that the environment returns for an episode. 0 if the environment returned no reward, missing if it
-    failed."""
+    """Reward that the environment returns in an episode. The score is 0 if the environment returned no reward, and
+    missing if the environment failed."""
 
     example = '{ kind = "environment" }'
 
     kind: Literal["environment"] = "environment"
     aggregate: Literal["sum", "last"] = "sum"
-    """Aggregation of the rewards of turns to one number per completion."""
+    """Method that combines the rewards of the turns into one number per completion: their sum, or the last reward."""
     per: Literal["completion", "turn"] = "completion"
-    """Unit that this reward scores. With `turn`, the score of a turn is its return to go (the discounted sum of this
-    turn's and later rewards), for algorithms that assign credit to steps."""
+    """Unit that this reward scores. With `turn`, the score of a turn is its return to go: the sum of the rewards of
+    this turn and of later turns, discounted by `gamma`. Use it with algorithms that assign credit to steps."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount factor per turn in the return to go."""
+    """Discount factor per turn in the return to go. Used only with `per = "turn"`."""
 
     @property
     def granularity(self) -> Granularity:
-        """Unit that this reward scores, as configured."""
+        """Unit that this reward scores, as configured in `per`."""
         return self.per
 
     @property
     def aggregation(self) -> StepAggregation:
-        """Aggregation of turn scores to one number: always "sum"."""
+        """Method that combines turn scores into one number per completion: always "sum"."""
         return "sum"

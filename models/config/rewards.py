@@ -34,50 +34,51 @@ REWARD_CLASSES: Final[tuple[type[RewardTerm], ...]] = get_args(_AnyReward)
 
 
 class ScoringConfig(Settings):
-    """Settings for scoring: the reward terms, their time limit and their isolation."""
+    """Settings for scoring completions: the reward terms, their time limit and their isolation."""
 
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """Reward terms. The total reward is their weighted sum."""
+    """Reward terms. The total reward of a completion is their weighted sum."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10
     """Time limit in seconds for scoring one completion. If it is exceeded, the score is missing."""
     python: Program | None = None
     """Python interpreter (3.9 or newer) that runs `target` functions, with its installed packages. The default is the
     interpreter that runs Rheostat."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of `target` functions: `bubblewrap` runs each call in a new process without network and without write
-    access."""
+    """Isolation of `target` functions: "bubblewrap" runs each call in a new process of a sandbox, without network
+    access and without write access to files."""
     max_missing: Fraction = 0.05
-    """Maximum share of missing scores in an iteration. If it is exceeded, the iteration fails."""
+    """Maximum share of scores that may be missing in an iteration. If it is exceeded, the iteration fails."""
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Column names of the reward terms, in order."""
+        """Column names of all reward terms, in configuration order."""
         return tuple(reward.name or reward.kind for reward in self.rewards)
 
     @property
     def rules(self) -> tuple[RuleReward, ...]:
-        """Rewards that are functions. Scoring workers call them directly."""
+        """Rewards that are computed by a function, which scoring workers call."""
         return tuple(reward for reward in self.rewards if isinstance(reward, RuleReward))
 
     @property
     def built_in_rules(self) -> tuple[BuiltInReward, ...]:
-        """Rule rewards that ship with Rheostat."""
+        """Rewards that are computed by a function that ships with Rheostat."""
         return tuple(reward for reward in self.rewards if isinstance(reward, BuiltInReward))
 
     @property
     def process_terms(self) -> tuple[str, ...]:
-        """Column names of the terms that score steps, tokens or turns, in order."""
+        """Column names of the rewards that score steps, tokens or turns instead of whole completions, in configuration
+        order."""
         return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if reward.scores_parts)
 
     @property
     def rule_terms(self) -> tuple[str, ...]:
-        """Column names of the rewards that are functions, in order."""
+        """Column names of the rewards that are computed by a function, in configuration order."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return tuple(term for term, reward in pairs if isinstance(reward, RuleReward))
 
     @property
     def code_rewards(self) -> dict[str, CodeReward]:
-        """Unit-test rewards, keyed by column name."""
+        """Rewards that run unit tests, keyed by column name."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, CodeReward)}
 
@@ -95,7 +96,8 @@ class ScoringConfig(Settings):
 
     @property
     def hosted_rewards(self) -> dict[str, ServedReward]:
-        """Rewards whose model runs in worker slots, keyed by column name. Models behind endpoints are excluded."""
+        """Rewards whose model runs in worker slots of the run, keyed by column name. Models behind HTTP endpoints are
+        not included."""
         return {term: reward for term, reward in self.model_rewards.items() if reward.endpoint is None}
 
     @property
@@ -106,12 +108,12 @@ class ScoringConfig(Settings):
 
     @property
     def outcome_weight(self) -> float:
-        """Sum of the weights of the terms that score whole completions."""
+        """Sum of the weights of the rewards that score whole completions."""
         return sum(reward.weight for reward in self.rewards if not reward.scores_parts)
 
     @property
     def process_weight(self) -> float:
-        """Sum of the absolute weights of the terms that score steps, tokens or turns."""
+        """Sum of the absolute weights of the rewards that score steps, tokens or turns."""
         return sum(abs(reward.weight) for reward in self.rewards if reward.scores_parts)
 
     @model_validator(mode="after")

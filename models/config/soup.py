@@ -15,11 +15,11 @@ from models.config.rewards import ScoringConfig
 SoupMethod = Literal["bone", "direct", "rewarded", "oracle"]
 
 SOUPS: Final = "soups"
-"""Folder of a store that contains the records of soups, next to the folders of runs."""
+"""Name of the folder in a store that contains the records of soups (sets of merged policies), next to the runs."""
 
 
 def find_beta_conflict(beta: float, num_rewards: int) -> str | None:
-    """Return the reason why a value of `SoupConfig.beta` is invalid for this number of rewards, or None if it is
+    """Return the reason why `beta` is invalid as `SoupConfig.beta` for this number of rewards, or None if it is
     valid."""
     if 1 / num_rewards < beta <= 1:
         return None
@@ -33,36 +33,40 @@ def find_beta_conflict(beta: float, num_rewards: int) -> str | None:
 
 
 class SoupConfig(Settings):
-    """Settings for `rheostat soup`, which produces one policy for every preference (weighting) among rewards."""
+    """Settings for `rheostat soup`, which produces one policy for every preference: a weighting of two or three
+    rewards. The policies are merges of a few trained policies, called backbones."""
 
     terms: Annotated[tuple[str, ...], Field(min_length=2, max_length=3)]
-    """Names of the two or three reward terms that preferences weight against each other. Other terms keep their weight
-    in the training of every backbone (a policy that is trained to be merged)."""
+    """Names of the two or three reward terms that preferences weight against each other. Other terms keep their
+    configured weight in the training of every backbone (policy that is trained to be merged)."""
     method: SoupMethod = "bone"
-    """Training method: `bone` trains backbones on mixes of rewards, `rewarded` trains each backbone on one reward,
-    `oracle` trains one policy per preference and merges nothing. `direct` is a baseline for comparison: it merges the
-    backbones of `bone` with the preference itself as weights."""
+    """Training method. `bone` trains each backbone on a mix of all rewards, and `rewarded` trains each backbone on one
+    reward. `oracle` trains a separate policy for each preference and merges nothing. `direct` is a baseline for
+    comparison: it merges the backbones of `bone` with the preference itself as weights."""
     beta: float = 0.7
-    """Share of a backbone's main reward in its mix of rewards, above 1/N for N terms and at most 1. Used by `bone` and
-    `direct`."""
+    """Weight of the main reward in the mix of rewards on which a backbone (policy that is trained to be merged) is
+    trained. Each backbone has another main reward, and the other rewards share 1 - beta equally. Must be above 1/N for
+    N rewards, and at most 1. Used by the methods `bone` and `direct`."""
     candidates: tuple[float, ...] = ()
-    """Values to try for `beta`. After a part of the iterations, the value with the highest hypervolume is selected. If
-    empty, `beta` is used."""
+    """Values of `beta` to try. After `search_share` of the iterations, the value whose policies have the highest
+    hypervolume is selected, and only its backbones are trained further. If empty, `beta` is used."""
     search_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Share of the iterations after which one of the candidates is selected."""
+    """Share of the iterations after which one of the values in `candidates` is selected."""
     grid: Annotated[int, Field(ge=2, le=101)] = 11
-    """Number of evenly spaced weights from 0 to 1 that each reward can have in a preference. A policy is evaluated for
-    every preference on this grid, whose weights sum to 1."""
+    """Number of evenly spaced weights from 0 to 1 that a reward can have in a preference. A policy is evaluated for
+    every combination of these weights that sums to 1."""
     corners: Literal["merge", "expert"] = "merge"
-    """Policy for a preference that gives all weight to one reward: "merge" is a merge of the backbones, as for every
-    other preference, "expert" is a policy that was trained on this reward alone."""
+    """Policy for a preference that gives the whole weight to one reward: "merge" is a merge of the backbones, as for
+    every other preference, "expert" is a policy that was trained on this reward alone."""
     extrapolate: Annotated[float, Field(ge=0)] = 0.0
-    """Factor e of an extrapolation from the initial policy beyond the merge: (1 + e) x merge - e x initial policy."""
+    """Factor e by which the merged weights are moved away from the initial policy: (1 + e) x merge - e x initial
+    policy."""
     statistics_prompts: Positive = 64
-    """Number of held-out problems used to estimate the mean and standard deviation by which each term is standardized.
-    Each has `rollout.group_size` completions."""
+    """Number of held-out problems on which the mean and the standard deviation of each reward are estimated, to
+    standardize the rewards. Each problem gets `rollout.group_size` completions."""
     reference: float = -2.0
-    """Coordinate of the hypervolume's reference point: a standardized reward that counts as the worst in every term."""
+    """Coordinate of the reference point from which the hypervolume is measured, the same for every reward. It is a
+    standardized reward that counts as the worst: a reward below it contributes nothing."""
 
     @model_validator(mode="after")
     def _check_backbones(self) -> "SoupConfig":
@@ -75,11 +79,12 @@ class SoupConfig(Settings):
 
     @property
     def mixes(self) -> bool:
-        """Whether backbones are trained on mixes of rewards, as in `bone` and `direct`."""
+        """Whether backbones are trained on mixes of rewards. This is the case for the methods `bone` and `direct`."""
         return self.method in ("bone", "direct")
 
     def find_conflicts(self, scoring: ScoringConfig, update: UpdateConfig, data: DataSource) -> Iterator[str]:
-        """Yield one line per conflict of the soup with the rewards, update settings or data of its runs."""
+        """Yield one message for each conflict of these settings with the rewards, the update or the data of the
+        runs."""
         for term in self.terms:
             if term not in scoring.terms:
                 names = ", ".join(scoring.terms)

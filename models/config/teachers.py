@@ -15,29 +15,30 @@ if TYPE_CHECKING:
 
 
 class Teacher(Variant):
-    """Fields common to all teachers (models from which the policy is distilled)."""
+    """Fields common to all teachers (models whose log-probs the policy is trained to match)."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks the teacher before a run begins, a
-    `models.inspection.other_models.TeacherCheck`."""
+    """Import path `pkg.mod:function` of a `models.inspection.other_models.TeacherCheck`, which checks the teacher
+    before a run begins."""
 
     @property
     def local_model(self) -> "TeacherDirectory | None":
-        """This teacher if the run stores and runs its model, else None."""
+        """This object if the run stores a copy of the teacher and runs it, else None."""
         return None
 
     @property
     def endpoint(self) -> "TeacherEndpoint | None":
-        """This teacher if its model is behind an endpoint, else None."""
+        """This object if the teacher is behind an HTTP endpoint, else None."""
         return None
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings."""
+        """Yield one message for each setting of the job with which this teacher cannot be combined."""
         yield from ()
 
 
 class TeacherDirectory(Teacher):
-    """A causal language model directory with the policy's tokenizer. The run stores a copy of it."""
+    """Teacher loaded from a causal language model directory. It must have the policy's tokenizer. The run stores a copy
+    of the directory."""
 
     inspection = "models.inspection.other_models:check_teacher_directory"
 
@@ -47,12 +48,13 @@ class TeacherDirectory(Teacher):
 
     @property
     def local_model(self) -> "TeacherDirectory":
-        """This teacher, because the run stores and runs its model."""
+        """This object itself, because the run stores a copy of the teacher and runs it."""
         return self
 
 
 class TeacherEndpoint(Endpoint, Teacher):
-    """A vLLM server with the policy's tokenizer that returns log-probs of given token ids (`prompt_logprobs`)."""
+    """Teacher on a vLLM server that returns log-probs of given token ids (`prompt_logprobs`). It must have the policy's
+    tokenizer."""
 
     inspection = "models.inspection.other_models:check_teacher_endpoint"
 
@@ -60,11 +62,11 @@ class TeacherEndpoint(Endpoint, Teacher):
 
     @property
     def endpoint(self) -> "TeacherEndpoint":
-        """This teacher, because its model is behind an endpoint."""
+        """This object itself, because the teacher is behind an HTTP endpoint."""
         return self
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield a conflict if the sampling temperature is not 1, because the endpoint only returns log-probs at
+        """Yield a message if the sampling temperature is not 1, because the endpoint returns log-probs only at
         temperature 1."""
         temperature = job.rollout.sampling.temperature
         if temperature != 1:
@@ -78,9 +80,10 @@ TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint, Field(discriminato
 
 
 class Distillation(Settings):
-    """On-policy distillation, which adds coefficient x (log π_teacher - log π_student) to each token's advantage."""
+    """On-policy distillation: adds coefficient x (log π_teacher - log π_student) to the advantage of each token, where
+    the student is the policy."""
 
     teacher: TeacherConfig
-    """Teacher that scores the tokens of the policy's completions."""
+    """Teacher model that computes the log-probs of the tokens in the policy's completions."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the log-prob difference in the advantage."""
+    """Factor of the log-prob difference in the advantage of a token."""

@@ -9,17 +9,19 @@ from models.config.reward_terms import BuiltInReward
 
 
 class ReferenceReward(BuiltInReward):
-    """Fields common to rewards that compare the completion, as a text, with the reference answer."""
+    """Fields common to rewards that compare the text of the completion with the reference answer."""
 
     checks_references = True
 
     reference_separator: str | None = None
-    """Text that separates alternative references in an answer, such as `" ||| "`. The alternative with the highest
-    score counts. If not set, the whole answer is one reference."""
+    """Text between alternative references in a reference answer, such as `"
+
+    | "`. The alternative with the highest score counts. If not set, the whole answer is one reference.
+    """
 
 
 class GradedReferenceReward(ReferenceReward):
-    """Reference reward whose score can have any value from 0 to 1."""
+    """Fields common to reference rewards whose score can have any value from 0 to 1."""
 
     @property
     def is_graded(self) -> bool:
@@ -28,20 +30,20 @@ class GradedReferenceReward(ReferenceReward):
 
 
 class ExactMatchReward(ReferenceReward):
-    """Reward of 1 if the completion is the reference answer, else 0. White space at both ends is ignored."""
+    """Reward of 1 if the completion equals the reference answer, else 0. White space at both ends is ignored."""
 
     implementation = "models.rewards.references:exact_match_reward"
     example = '{ kind = "exact_match", normalize = "squad" }'
 
     kind: Literal["exact_match"] = "exact_match"
     normalize: Literal["nothing", "squad"] = "nothing"
-    """Normalization of both texts: "squad" ignores letter case, punctuation, English articles and the amount of white
-    space, as the evaluation of SQuAD does (arXiv 1606.05250)."""
+    """Normalization of both texts before the comparison: "squad" ignores letter case, punctuation, English articles and
+    the amount of white space, like the evaluation of SQuAD (arXiv 1606.05250)."""
 
 
 class F1Reward(GradedReferenceReward):
-    """F1 score of the words that completion and reference share, from 0 to 1, as in the evaluation of SQuAD (arXiv
-    1606.05250). Letter case, punctuation and English articles are ignored."""
+    """F1 score, from 0 to 1, of the words that the completion has in common with the reference, like the evaluation of
+    SQuAD (arXiv 1606.05250). Letter case, punctuation and English articles are ignored."""
 
     implementation = "models.rewards.references:f1_reward"
     example = '{ kind = "f1", reference_separator = " ||| " }'
@@ -50,16 +52,16 @@ class F1Reward(GradedReferenceReward):
 
 
 class RougeReward(GradedReferenceReward):
-    """ROUGE score of the completion, from 0 to 1, by the package rouge-score (Lin 2004). Requires `pip install
-    'rheostat[texts]'`."""
+    """ROUGE score of the completion against the reference, from 0 to 1, computed by the package rouge-score (Lin 2004).
+    Requires `pip install 'rheostat[texts]'`."""
 
     implementation = "models.rewards.references:rouge_reward"
     example = '{ kind = "rouge", variant = "rougeL" }'
 
     kind: Literal["rouge"] = "rouge"
     variant: Literal["rouge1", "rouge2", "rougeL", "rougeLsum"] = "rougeL"
-    """Unit of comparison: single words, pairs of words, the longest common subsequence, or this subsequence line by
-    line."""
+    """Unit of comparison: single words (rouge1), pairs of words (rouge2), the longest common subsequence (rougeL), or
+    this subsequence line by line (rougeLsum)."""
     value: Literal["f1", "precision", "recall"] = "f1"
     """Score: share of the completion's units that the reference contains (precision), share of the reference's units
     that the completion contains (recall), or their harmonic mean."""
@@ -68,8 +70,8 @@ class RougeReward(GradedReferenceReward):
 
 
 class BleuReward(GradedReferenceReward):
-    """BLEU score of the completion, from 0 to 1, by the package sacrebleu (Papineni et al. 2002). Requires `pip install
-    'rheostat[texts]'`.
+    """BLEU score of the completion against the reference, from 0 to 1, computed by the package sacrebleu (Papineni et
+    al. 2002). Requires `pip install 'rheostat[texts]'`.
 
     A completion with fewer than 4 words is compared by the longest word sequences that it has.
     """
@@ -79,8 +81,8 @@ class BleuReward(GradedReferenceReward):
 
     kind: Literal["bleu"] = "bleu"
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"
-    """sacrebleu's division of texts into words. "char" compares characters, "zh" is for Chinese, and "none" divides at
-    white space."""
+    """Method by which sacrebleu divides texts into words. "char" compares characters, "zh" is for Chinese, and "none"
+    divides at white space."""
 
 
 class JsonSchemaReward(BuiltInReward):
@@ -96,8 +98,8 @@ class JsonSchemaReward(BuiltInReward):
 
     kind: Literal["json_schema"] = "json_schema"
     json_schema: dict[str, JsonValue] | None = None
-    """JSON schema for all problems. If not set, the reference answer of each problem is its schema, as JSON text. A
-    schema without `$schema` is read as draft 2020-12."""
+    """JSON schema that applies to all problems. If not set, the reference answer of each problem is its JSON schema, as
+    text. A schema without `$schema` is read as draft 2020-12."""
 
 
 class LengthReward(BuiltInReward):
@@ -109,7 +111,7 @@ class LengthReward(BuiltInReward):
 
     kind: Literal["length"] = "length"
     unit: Literal["words", "characters", "lines"] = "words"
-    """Unit of length. Words are separated by white space. Lines without text are not counted."""
+    """Unit in which the length is counted. Words are separated by white space. Lines without text are not counted."""
     min_length: Annotated[int, Field(ge=0)] = 0
     """Minimum length, in the configured unit."""
     max_length: Annotated[int, Field(ge=1)] | None = None
@@ -120,7 +122,7 @@ class LengthReward(BuiltInReward):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: true if there is a margin of 2 or more."""
+        """Whether the score can have more than two different values. This is the case if `margin` is 2 or more."""
         return self.margin > 1
 
     @model_validator(mode="after")
@@ -139,15 +141,15 @@ class LengthReward(BuiltInReward):
 
 
 class RepetitionReward(BuiltInReward):
-    """Share of different word sequences among all word sequences of the completion, from 0 to 1 (distinct-n, arXiv
-    1510.03055). Repeated text lowers the score. A completion shorter than one sequence gets 1."""
+    """Share of distinct word sequences among all word sequences of the completion, from 0 to 1 (distinct-n, arXiv
+    1510.03055). Repeated text lowers the score. A completion that is shorter than one sequence gets 1."""
 
     implementation = "models.rewards.formats:repetition_reward"
     example = '{ kind = "repetition", words = 4, weight = 0.2 }'
 
     kind: Literal["repetition"] = "repetition"
     words: Annotated[int, Field(ge=1)] = 4
-    """Number of words in a sequence."""
+    """Number of words in a word sequence, n."""
 
     @property
     def is_graded(self) -> bool:
@@ -156,8 +158,8 @@ class RepetitionReward(BuiltInReward):
 
 
 class LanguageReward(BuiltInReward):
-    """Reward of 1 if the completion is written in the wanted language, else 0, by the package py3langid. Requires `pip
-    install 'rheostat[texts]'`. A completion without letters gets 0."""
+    """Reward of 1 if the completion is in the wanted language, else 0. The package py3langid detects the language.
+    Requires `pip install 'rheostat[texts]'`. A completion without letters gets 0."""
 
     implementation = "models.rewards.formats:language_reward"
     checks_references = True
@@ -184,15 +186,16 @@ class IfevalReward(BuiltInReward):
 
     kind: Literal["ifeval"] = "ifeval"
     score: Literal["fraction", "all"] = "fraction"
-    """Score of a completion: "fraction" is the share of the instructions that it follows, "all" is 1 if it follows all
-    of them, else 0."""
+    """Score of a completion: "fraction" is the share of the instructions that the completion follows, "all" is 1 if the
+    completion follows all instructions, else 0."""
     responses: Literal["strict", "loose"] = "strict"
-    """Texts that are checked: "strict" checks the completion as it is. "loose" also accepts it without its first or
-    last line and without asterisks, as the loose accuracy of IFEval does."""
+    """Texts in which the instructions are checked: "strict" checks the completion as it is. "loose" also accepts it if
+    the instructions are followed without its first or last line or without asterisks, like the loose accuracy of
+    IFEval."""
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: true for fractions."""
+        """Whether the score can have more than two different values. This is the case if `score` is "fraction"."""
         return self.score == "fraction"
 
 

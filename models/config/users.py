@@ -15,24 +15,25 @@ from models.config.training import WarmupConfig
 
 
 class UserModel(Variant):
-    """Fields common to all simulated users (models that play the user). `implementation` names a
-    `models.modeling.initial.UserWriter`."""
+    """Fields common to all simulated users (models that play the user in a dialogue). `implementation` names a
+    `models.modeling.initial.UserWriter`, which writes the model into the run."""
 
     implementation = "models.modeling.initial:refuse_to_write_user"
     inspection: ClassVar[str] = "models.inspection.users:check_endpoint_user"
-    """`pkg.mod:function` that checks the model before a run begins, a `models.inspection.users.UserCheck`."""
+    """Import path `pkg.mod:function` of a `models.inspection.users.UserCheck`, which checks the model before a run
+    begins."""
     uses_chat_template: ClassVar[bool] = True
-    """Whether the dialogue is formatted with the model's chat template if it has one. If false, the model always reads
-    plain text."""
+    """Whether the dialogue is formatted with the model's chat template if the model has one. If false, the model always
+    receives plain text."""
 
     @property
     def local_engine(self) -> TransformersEngine | None:
-        """Engine that runs the model in the rollout workers, or None if the model is behind an endpoint."""
+        """Engine that runs the model inside the rollout workers, or None if the model is behind an endpoint."""
         return None
 
     @property
     def endpoint(self) -> "EndpointUser | None":
-        """Endpoint of the model, or None if the model runs in the rollout workers."""
+        """Endpoint of the model, or None if the model runs inside the rollout workers."""
         return None
 
     @property
@@ -42,16 +43,17 @@ class UserModel(Variant):
 
     @property
     def text_rules(self) -> TextRules:
-        """Rules for encoding dialogues."""
+        """Rules for converting dialogues to tokens."""
         return RULES_BEFORE
 
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
-        """Yield one line per sampling parameter that the simulated user does not support."""
+        """Yield one message for each sampling setting that this simulated user does not support."""
         yield from ()
 
 
 class DirectoryUser(AppendedTokens, UserModel):
-    """A causal language model directory in Hugging Face format; the run stores a copy of it."""
+    """Simulated user loaded from a causal language model directory in Hugging Face format. The run stores a copy of the
+    directory."""
 
     implementation = "models.modeling.initial:copy_user"
     inspection = "models.inspection.users:check_directory_user"
@@ -60,21 +62,23 @@ class DirectoryUser(AppendedTokens, UserModel):
     path: ModelLocation
     """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
     engine: TransformersEngine = TransformersEngine()
-    """Engine that runs the simulated user. It runs in the rollout workers, next to the engine of the policy."""
+    """Engine that runs the simulated user inside the rollout workers, next to the engine of the policy."""
 
     @property
     def local_engine(self) -> TransformersEngine:
-        """Engine that runs the model in the rollout workers."""
+        """Engine that runs the model inside the rollout workers."""
         return self.engine
 
     @property
     def text_rules(self) -> TextRules:
-        """Rules for encoding dialogues: control tokens in their messages are ordinary text."""
+        """Rules for converting dialogues to tokens. Control tokens that occur in messages are encoded as ordinary
+        text."""
         return RULES_BEFORE if self.appended_tokens == "keep" else TextRules()
 
 
 class TrainedUser(UserModel):
-    """A small model that the run trains to play the user, on the user's replies in the worked episodes of the data."""
+    """Simulated user that the run trains: a small model, trained on the user's replies in the worked episodes (example
+    dialogues) of the data."""
 
     implementation = "models.modeling.initial:build_user"
     inspection = "models.inspection.users:check_trained_user"
@@ -82,16 +86,16 @@ class TrainedUser(UserModel):
 
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
-    """Size of the decoder, which starts with random weights."""
+    """Size of the decoder, whose training starts with random weights."""
     warmup: WarmupConfig = WarmupConfig()
     """Settings for the supervised training of the simulated user. `worked_answer_fraction` has no effect, because all
-    examples are worked episodes."""
+    examples come from worked episodes (example dialogues)."""
     engine: TransformersEngine = TransformersEngine()
-    """Engine that runs the simulated user. It runs in the rollout workers, next to the engine of the policy."""
+    """Engine that runs the simulated user inside the rollout workers, next to the engine of the policy."""
 
     @property
     def local_engine(self) -> TransformersEngine:
-        """Engine that runs the model in the rollout workers."""
+        """Engine that runs the model inside the rollout workers."""
         return self.engine
 
     @property
@@ -101,17 +105,17 @@ class TrainedUser(UserModel):
 
 
 class EndpointUser(Endpoint, UserModel):
-    """A model behind an OpenAI-compatible endpoint that plays the user."""
+    """Simulated user behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"] = "endpoint"
 
     @property
     def endpoint(self) -> "EndpointUser":
-        """This configuration itself, because the simulated user is behind an endpoint."""
+        """This object itself, because the simulated user is behind an endpoint."""
         return self
 
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
-        """Yield a conflict if `top_k` is set, because the OpenAI API does not have this parameter."""
+        """Yield a message if `top_k` is set, because the OpenAI API does not have this parameter."""
         if sampling.top_k:
             yield f"top_k is {sampling.top_k}, but the OpenAI API has no parameter top_k. Set it to 0"
 

@@ -9,18 +9,19 @@ from models.config.reward_terms import BlankLines, Segmentation, StepAggregation
 
 
 class ScoreVerdict(Settings):
-    """Verdict given as a score in a range. The reward is the position of the score in the range, from 0 to 1."""
+    """Verdict that is a number in a range. The reward is the position of this number in the range, from 0 to 1."""
 
     kind: Literal["score"] = "score"
     score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     is_graded: ClassVar[bool] = True
 
     low: float = 0
-    """Worst score."""
+    """Worst score, which becomes a reward of 0."""
     high: float = 10
-    """Best score."""
+    """Best score, which becomes a reward of 1."""
     pattern: str = r"(?i)score(?:\s*[:=])?\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the score. It must match exactly once in the judge's answer."""
+    """Regular expression whose first group is the score. It must match exactly once in the judge's answer; otherwise
+    the answer is invalid."""
 
     @model_validator(mode="after")
     def _require_range(self) -> "ScoreVerdict":
@@ -33,42 +34,43 @@ class ScoreVerdict(Settings):
 
 
 class ChoiceVerdict(Settings):
-    """Verdict given as one of several possible answers."""
+    """Verdict that is one of several possible answers."""
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
-    """Possible answers, each with its reward."""
+    """Possible answers of the judge, each with the reward that it stands for."""
     constrained: bool = True
-    """Whether the engine may generate only one of these answers. Engines that do not support constrained choices are
-    refused."""
+    """Whether the judge's engine is restricted to generating one of these answers. Engines that cannot be restricted
+    are refused."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest reward of an answer."""
+        """Lowest and highest reward of the possible answers."""
         return min(self.choices.values()), max(self.choices.values())
 
     @property
     def is_graded(self) -> bool:
-        """Whether the answers have more than two different rewards."""
+        """Whether the possible answers have more than two different rewards."""
         return len({*self.choices.values()}) > 2
 
 
 class LogprobVerdict(Settings):
-    """Verdict computed from the judge's probabilities of two answers, without sampling: P(yes) / (P(yes) + P(no))."""
+    """Verdict computed from the judge's probabilities of two answers, without sampling: the reward is P(yes) / (P(yes)
+    + P(no))."""
 
     kind: Literal["logprob"] = "logprob"
     yes: str = "yes"
-    """Answer with reward 1."""
+    """Answer whose probability raises the reward towards 1."""
     no: str = "no"
-    """Answer with reward 0."""
+    """Answer whose probability lowers the reward towards 0."""
 
     score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     is_graded: ClassVar[bool] = True
 
 
 class StepsVerdict(Settings):
-    """Verdict that lists the wrong steps of the completion (CAPO, arXiv 2508.02298). A step flagged as wrong has value
-    -1, other steps 0.
+    """Verdict that lists the wrong steps of the completion (CAPO, arXiv 2508.02298). A step flagged as wrong has the
+    value -1, other steps have the value 0.
 
     The judge reads the completion with each step in `<step_k>` tags. The last `<incorrect_steps>` tag of its answer
     lists the wrong steps. An answer that cannot be parsed is excluded from the vote and never counts as "no errors".
@@ -76,19 +78,22 @@ class StepsVerdict(Settings):
 
     kind: Literal["steps"] = "steps"
     steps: Segmentation = BlankLines()
-    """Method of dividing the completion into steps."""
+    """Method that divides the completion into steps."""
     prompt: Literal["audit", "published"] = "audit"
-    """Instruction used if no template is set: "audit" asks for every wrong step in any solution, "published" (as in the
-    paper) asks for wrong steps only if the solution is wrong."""
+    """Instruction for the judge if no template is set: "audit" asks for every wrong step in any solution, "published"
+    (as in the paper) asks for wrong steps only if the solution is wrong."""
     reference: bool = True
-    """Whether the judge is shown the reference answer."""
+    """Whether the judge's prompt contains the reference answer."""
     flags: Literal["intersection", "majority", "union", "average"] = "intersection"
-    """Steps to flag as wrong: those that all votes name (intersection), that a majority names, or that any vote names
-    (union). With "average" no step is flagged; the value of a step is minus the share of the votes that name it."""
+    """Rule by which several votes flag a step as wrong: if all votes list it ("intersection"), if a majority lists it
+    ("majority"), or if any vote lists it ("union"). "average" flags no step: the value of a step is minus the share of
+    the votes that list it."""
     ties: Literal["flag", "pass"] = "flag"
-    """Decision under `majority` for a step that exactly half of the votes name."""
+    """Decision with `flags = "majority"` on a step that exactly half of the votes list as wrong: "flag" it, or let it
+    "pass"."""
     aggregate: StepAggregation = "mean"
-    """Aggregation of the step values to one number, for uses that need one number per completion."""
+    """Method that combines the values of the steps into one number, where one number per completion is needed (such as
+    metrics and evaluations)."""
 
     is_graded: ClassVar[bool] = True
 
@@ -103,7 +108,8 @@ VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsV
 
 
 class RubricVerdict(Settings):
-    """Verdict on each criterion of the problem's rubric (`data.rubric_column`), combined by the criteria's weights.
+    """Verdict on each criterion of the problem's rubric (`data.rubric_column`), combined by the weights of the
+    criteria.
 
     The judge answers one question for each criterion. The reward is the sum of weight times value of all criteria,
     divided by the sum of the positive weights, and clipped to 0 to 1. Criteria with negative weights describe mistakes.
@@ -114,7 +120,7 @@ class RubricVerdict(Settings):
     is_graded: ClassVar[bool] = True
 
     criterion: Annotated[ChoiceVerdict | LogprobVerdict | ScoreVerdict, Field(discriminator="kind")] = ChoiceVerdict()
-    """Format of the judge's answer to the question whether one criterion is met, and its value from 0 to 1."""
+    """Format of the judge's verdict on a single criterion, and its conversion to a value from 0 to 1."""
 
     @model_validator(mode="after")
     def _require_unit_range(self) -> "RubricVerdict":

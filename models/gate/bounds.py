@@ -16,28 +16,30 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NUISANCE: Final = 64
-"""Number of values of the nuisance parameter over which the exact test takes its maximum. Half as many values are added
-near one end of the parameter's range."""
+"""Number of grid points of the nuisance parameter (the share of problems on which the policies differ) over which the
+exact test takes its maximum. Half as many points are added near one end of the parameter's range."""
 _STANDARD_DEVIATIONS: Final = 10
-"""Half width of the window of binomial counts that are summed, in standard deviations. The probability outside is below
-1e-20."""
+"""Half width, in standard deviations, of the window of binomial counts that are summed. The probability outside of the
+window is below 1e-20."""
 _HALVINGS: Final = 22
 _SCORE_HALVINGS: Final = 12
 _ROUNDING: Final = 1e-9
 _NEGLIGIBLE: Final = 1e-12
-"""Probability below which a number of wins is left out of sums, because it has no effect on the result."""
+"""Probability below which a number of wins is left out of sums, because it would not change the result."""
 _ORDERS: Final = 16
-"""Number of orders of the problems over which the betting bound averages its capital."""
+"""Number of random orders of the problems over which the betting bound is averaged."""
 _LARGEST_BET: Final = 0.95
-"""Largest share of the capital that the betting bound risks on one problem."""
+"""Largest share of the capital that the betting bound stakes on one problem."""
 
 
 # ---- scores of 0 or 1
 def exact_lower_bound(better: int, worse: int, problems: int, *, level: float, threshold: float = 0.0) -> float:
-    """Return the lower bound at 1 − level of the share of problems gained minus the share lost, between −1 and 1.
+    """Return the lower confidence bound, at level 1 − `level`, of the share of problems won minus the share lost,
+    between −1 and 1.
 
-    Differences below the bound are rejected by `exact_p` at this level. The bound exceeds the threshold exactly if
-    `exact_p` rejects the threshold, even if `exact_p` does not increase steadily with the difference.
+    `better` and `worse` are the observed numbers of problems won and lost. The bound is the smallest difference that
+    `exact_p` does not reject at this level. The bound exceeds `threshold` exactly if `exact_p` rejects the threshold,
+    even if `exact_p` does not increase steadily with the difference.
     """
     low, high = -1.0, max((better - worse) / problems, -1.0)
     if low < threshold < high:
@@ -53,18 +55,21 @@ def exact_lower_bound(better: int, worse: int, problems: int, *, level: float, t
 
 
 def exact_p(better: int, worse: int, problems: int, *, threshold: float) -> float:
-    """Return the p-value of the hypothesis that the true difference is at most `threshold`.
+    """Return the p-value of the hypothesis that the true share of problems won minus the share lost is at most
+    `threshold`.
 
-    Exact unconditional test (Hsueh, Liu & Chen 2001, Biometrics 57:478). The p-value is the probability of a score
-    statistic (Tango 1998, Statistics in Medicine 17:891) at least as large as the observed one, maximized over all
-    shares of problems on which the policies may differ.
+    `better` and `worse` are the observed numbers of problems won and lost. This is an exact unconditional test (Hsueh,
+    Liu & Chen 2001, Biometrics 57:478). The p-value is the probability of a score statistic (Tango 1998, Statistics in
+    Medicine 17:891) at least as large as the observed one, maximized over all shares of problems on which the policies
+    may differ.
     """
     observed = float(_score(np.array([better]), np.array([worse]), problems, threshold)[0])
     return float(_reach(problems, _largest_worse(problems, threshold, observed), *_hypothesis(threshold)).max())
 
 
 def largest_losses(problems: int, threshold: float, *, alpha: float) -> Ints:
-    """Return, for each number of wins, the largest number of losses at which `exact_p` is at most alpha, or −1."""
+    """Return, for each number of problems won from 0 to `problems`, the largest number of problems lost at which
+    `exact_p` is at most alpha. −1 means that no number is small enough."""
 
     def keeps_level(score: float) -> bool:
         losses_B = _largest_worse(problems, threshold, score)
@@ -83,12 +88,14 @@ def largest_losses(problems: int, threshold: float, *, alpha: float) -> Ints:
 
 
 def exact_power(losses_B: Ints, *, better: float, worse: float) -> float:
-    """Return the probability that a test with these `largest_losses` rejects, for true shares of wins and losses."""
+    """Return the probability that the exact test rejects its hypothesis, if `better` and `worse` are the true shares of
+    problems won and lost. `losses_B` is the result of `largest_losses`."""
     return float(_reach(len(losses_B) - 1, losses_B, np.array([better]), np.array([worse]))[0])
 
 
 def _score(better_B: Ints, worse_B: Ints, problems: int, threshold: float) -> Floats:
-    """Return Tango's statistic: the excess over the threshold, divided by its standard deviation under the null."""
+    """Return Tango's score statistic for each pair of wins and losses: the excess over the threshold, divided by its
+    standard deviation under the null hypothesis."""
     excess = better_B - worse_B - problems * threshold
     variance = restricted_variance(better_B / problems, worse_B / problems, threshold) * problems
     deviation = np.sqrt(np.maximum(variance, 0))
@@ -98,7 +105,8 @@ def _score(better_B: Ints, worse_B: Ints, problems: int, threshold: float) -> Fl
 
 
 def restricted_variance(better: ArrayLike, worse: ArrayLike, threshold: float) -> Floats:
-    """Return the variance of one difference, from fitted shares of wins and losses that differ by the threshold."""
+    """Return the variance of the difference on one problem under the null hypothesis. The shares of wins and losses are
+    fitted by maximum likelihood, with a difference equal to the threshold."""
     better, worse = np.asarray(better), np.asarray(worse)
     linear = -better - worse + (2 - better + worse) * threshold
     product = worse * threshold * (1 - threshold)
@@ -107,7 +115,8 @@ def restricted_variance(better: ArrayLike, worse: ArrayLike, threshold: float) -
 
 
 def _largest_worse(problems: int, threshold: float, score: float) -> Ints:
-    """Return, for each number of wins, the largest number of losses with at least this score, or −1 without any."""
+    """Return, for each number of wins, the largest number of losses at which the score statistic is at least `score`,
+    or −1 if there is none."""
     better_B = np.arange(problems + 1)
     low_B, high_B = np.full(problems + 1, -1), problems - better_B
     for _ in range(problems.bit_length() + 1):
@@ -120,7 +129,8 @@ def _largest_worse(problems: int, threshold: float, score: float) -> Ints:
 
 
 def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
-    """Return pairs of shares of wins and losses that differ by the threshold, from the fewest wins to the most."""
+    """Return a grid of the null hypothesis: shares of wins, and shares of losses that are lower by `threshold` (M
+    each), from the fewest wins to the most."""
     even = (1 - np.cos(np.linspace(0, np.pi, _NUISANCE))) / 2
     position_M = np.concatenate([even, np.geomspace(1e-4, 0.1, _NUISANCE // 2)])
     min_share = max(0.0, threshold)
@@ -129,7 +139,8 @@ def _hypothesis(threshold: float) -> tuple[Floats, Floats]:
 
 
 def _reach(problems: int, losses_B: Ints, better_M: Floats, worse_M: Floats) -> Floats:
-    """Return the probability (M) of at most as many losses as `losses_B` allows for the number of wins."""
+    """Return, for each of M pairs of true shares of wins and losses, the probability that the number of losses is at
+    most `losses_B` at the number of wins."""
     from scipy.special import bdtr, gammaln, xlog1py, xlogy
 
     half = ceil(_STANDARD_DEVIATIONS * sqrt(problems) / 2) + _STANDARD_DEVIATIONS**2 // 2
@@ -152,11 +163,12 @@ def _reach(problems: int, losses_B: Ints, better_M: Floats, worse_M: Floats) -> 
 
 # ---- graded scores
 def betting_lower_bound(differences_P: Floats, *, level: float, width: float, seed: int) -> float:
-    """Return the lower bound at 1 − level of a mean of independent differences between −width and width.
+    """Return the lower confidence bound, at level 1 − `level`, of the mean of independent differences that lie between
+    −width and width.
 
-    Bound by betting (Waudby-Smith & Ramdas 2024, JRSS B 86:1, section 4: bets for a fixed number of observations). The
-    capital is averaged over several random orders of the problems, which keeps the level. The order in `differences_P`
-    must not depend on the differences.
+    The bound is computed by betting (Waudby-Smith & Ramdas 2024, JRSS B 86:1, section 4: bets for a fixed number of
+    observations). The capital is averaged over several random orders of the problems, which keeps the level valid. The
+    order in `differences_P` must not depend on the differences.
     """
     values_P = (differences_P / width + 1) / 2
     if not values_P.any():  # all differences are at the lowest possible value, for which no bet is limited
@@ -177,15 +189,16 @@ def betting_lower_bound(differences_P: Floats, *, level: float, width: float, se
 
 
 def bet_sizes(variances_KP: Floats, *, level: float) -> Floats:
-    """Return the size of the bet on each problem, as a share of the capital.
+    """Return the size of the bet on each problem as a share of the capital, chosen so that the capital reaches 1 /
+    level after as few problems as possible.
 
-    With these bets the capital reaches 1 / level soonest. `variances_KP` is the variance estimated before each problem.
+    `variances_KP` contains, for K orders of the problems, the variance estimated before each problem.
     """
     return np.asarray(np.sqrt(2 * log(1 / level) / (variances_KP.shape[-1] * variances_KP)))
 
 
 def _variances(values_KP: Floats) -> Floats:
-    """Return the variance estimated before each problem from the problems before it, starting with 1/4."""
+    """Return, for each problem, the variance estimated from the problems before it. The first estimate is 1/4."""
     counts_P = np.arange(1, values_KP.shape[1] + 1)
     means_KP = (0.5 + np.cumsum(values_KP, axis=1)) / (counts_P + 1)
     variances_KP = (0.25 + np.cumsum((values_KP - means_KP) ** 2, axis=1)) / (counts_P + 1)
@@ -193,10 +206,11 @@ def _variances(values_KP: Floats) -> Floats:
 
 
 def betting_power(problems: int, *, gain: float, mean_square: float, threshold: float, alpha: float) -> float:
-    """Return the probability that `betting_lower_bound` exceeds the threshold if `gain` is the true gain, for width 1.
+    """Return the probability that `betting_lower_bound` exceeds the threshold, if `gain` is the true mean difference
+    and `mean_square` the mean of squared differences. The range of differences is −1 to 1.
 
-    `alpha` is the significance level. This is a normal approximation of the logarithm of the capital that assumes
-    differences with two possible values.
+    `alpha` is the significance level. The result is a normal approximation of the logarithm of the capital, which
+    assumes differences with two possible values.
     """
     from infra.statistics import normal_cdf
 

@@ -22,10 +22,11 @@ from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
 _OUTSIDE = 1e-6
-"""Maximum distance by which a score may exceed the range of scores, to allow for rounding."""
+"""Maximum distance by which a score may be outside of the range of scores, to allow for rounding."""
 Method = Literal["exact", "betting", "bootstrap"]
 _EQUAL = 1e-12
-"""Spread below which differences are treated as equal. Sums of the same scores may differ in their last bits."""
+"""Spread below which all differences are treated as equal, because sums of the same scores may differ in their last
+bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class PairedScores:
     challenger_PS: Floats
     """Score of the challenger (the new policy) for each problem and sample, generated with the champion's seed."""
     unmatched: tuple[str, ...] = ()
-    """Ids of problems that cannot be compared, because only one policy has scores for them or the numbers of samples
+    """Ids of problems that are not compared, because only one policy has scores for them or the numbers of samples
     differ."""
 
     def __post_init__(self) -> None:
@@ -48,14 +49,14 @@ class PairedScores:
 
     @property
     def missing_PS(self) -> NDArray[np.bool_]:  # noqa: N802 -- tensors wear their shapes
-        """Whether each pair lacks one or both scores (P x S)."""
+        """Mask of the pairs in which at least one of the two scores is missing (P x S)."""
         return np.isnan(self.champion_PS) | np.isnan(self.challenger_PS)
 
     @classmethod
     def of(cls, champion: Mapping[str, Sequence[float]], challenger: Mapping[str, Sequence[float]]) -> Self:
-        """Pair the scores of each problem's samples, by the id of the problem.
+        """Pair the scores of both policies by the id of the problem and the position of the sample.
 
-        Problems whose number of samples differs from the champion's most frequent number are unmatched.
+        Problems whose number of samples differs from the champion's most frequent number are listed as unmatched.
         """
         sizes = [len(scores) for scores in champion.values()]
         samples = max(sizes, key=sizes.count, default=0)
@@ -68,20 +69,18 @@ class PairedScores:
 
 
 class PairedDifference(Settings):
-    """Difference between the mean scores of challenger and champion over the problems of a suite, with confidence
-    bounds and a test.
-
-    A pair consists of the scores of both policies in one sample of a problem.
-    """
+    """Difference between the mean scores of challenger and champion on the problems of a suite, with confidence bounds
+    and a significance test. A pair consists of the scores of both policies in one sample of a problem."""
 
     prompts: int
     """Number of problems with scores of both policies. All statistics below are about these problems."""
     unmatched: int
-    """Number of problems that are excluded, because the policies' numbers of scores for them do not match."""
+    """Number of problems that are not compared, because only one policy has scores for them or the numbers of samples
+    differ."""
     completions: int
-    """Number of pairs, with or without missing scores."""
+    """Number of pairs of scores, with or without missing scores."""
     missing: int
-    """Number of pairs without one or both scores."""
+    """Number of pairs in which at least one of the two scores is missing."""
     champion: float
     """Mean score of the champion over the compared problems."""
     challenger: float
@@ -91,38 +90,40 @@ class PairedDifference(Settings):
     alpha: float
     """Significance level of the two bounds, such as 0.05."""
     method: Method = "bootstrap"
-    """Method of the bounds. "exact": an exact test, if each problem has one score at one end of the range. "betting":
-    bounds by betting on means, if the range of the scores is known. "bootstrap": the paired bootstrap over problems,
-    BCa (Efron 1987), which is approximate."""
+    """Method of the confidence bounds. "exact": an exact test, used if each problem has a single score that is the
+    lowest or highest possible. "betting": bounds by betting on means, used if the range of the scores is known.
+    "bootstrap": the paired bootstrap over problems, BCa (Efron 1987), which is approximate."""
     score_range: tuple[float, float] | None = None
     """Lowest and highest possible score. None if it is unknown."""
     lower: float
-    """One-sided lower confidence bound of the difference, at level 1 − alpha. If the differences of all problems are
-    equal, the bootstrap bound is this difference, because BCa is undefined."""
+    """One-sided lower confidence bound of the difference, at level 1 − alpha. If all problems have the same difference,
+    the bootstrap bound is this difference, because BCa is undefined."""
     upper: float
     """One-sided upper confidence bound of the difference, at level 1 − alpha."""
     holm: tuple[float, ...]
-    """Lower confidence bounds at levels 1 − alpha, 1 − alpha / 2, …, which Holm's method for several suites needs."""
+    """Lower confidence bounds of the difference at levels 1 − alpha, 1 − alpha / 2, 1 − alpha / 3, … Holm's correction
+    for comparisons on several suites selects one of them."""
     test: Literal["mcnemar", "wilcoxon"]
-    """Test of no gain: McNemar's exact test if scores are 0 or 1 and each problem has one sample, else Wilcoxon's
-    signed-rank test."""
+    """Significance test of the hypothesis that there is no gain. McNemar's exact test if scores are 0 or 1 and each
+    problem has one sample, otherwise Wilcoxon's signed-rank test."""
     p: float
-    """One-sided p-value of the test of no gain."""
+    """One-sided p-value of the hypothesis that there is no gain."""
     better: int
     """Number of problems on which the challenger has the higher score (c of McNemar's test)."""
     worse: int
     """Number of problems on which the champion has the higher score (b of McNemar's test)."""
     mean_square: float
-    """Mean square of the differences. For differences of −1, 0 or 1 this is the share of problems that differ."""
+    """Mean of the squared differences over the problems. If differences are −1, 0 or 1, it is the share of problems on
+    which the policies differ."""
 
     @property
     def discordant(self) -> float:
-        """Share of the problems on which the two policies have different scores."""
+        """Share of the problems on which the two policies have different mean scores."""
         return (self.better + self.worse) / self.prompts
 
     @property
     def missing_share(self) -> float:
-        """Share of the pairs without one or both scores."""
+        """Share of the pairs in which at least one of the two scores is missing."""
         return self.missing / self.completions
 
 
@@ -136,13 +137,12 @@ def compare(
     threshold: float = 0.0,
     resamples: int = RESAMPLES,
 ) -> PairedDifference:
-    """Compute bounds of the mean difference of problems, and test whether it exceeds the threshold.
+    """Compute confidence bounds of the mean difference over problems, and test whether it exceeds the threshold.
 
-    `alpha` is the significance level, and `tests` the number of comparisons that Holm's method covers.
-
-    A pair with a missing score is excluded for both policies, and a problem without a complete pair is omitted. The
-    order of problems does not matter. If no range of scores is given and all scores are between 0 and 1, the range is 0
-    to 1. Raises BadInput for fewer than 30 problems. Raises Quarantined if missing scores leave fewer, or if a score is
+    `alpha` is the significance level, and `tests` is the number of comparisons that Holm's method covers. A pair with a
+    missing score is excluded for both policies, and a problem without a complete pair is omitted. The order of problems
+    does not matter. If no range of scores is given and all scores are between 0 and 1, the range is 0 to 1. Raises
+    BadInput for fewer than 30 problems. Raises Quarantined if missing scores leave fewer than 30, or if a score is
     outside its range.
     """
     champion_P, challenger_P = _problem_means(scores)
@@ -186,9 +186,10 @@ def compare(
 
 
 def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return the range of scores, or None if it is unknown.
+    """Return the range of scores, or None if the range is unknown. If `score_range` is None, the range is 0 to 1,
+    provided that all scores are in it.
 
-    Without a given range it is 0 to 1 if no score is outside. Raises Quarantined if a score is outside the given range.
+    Raises Quarantined if a score is outside of the given range.
     """
     lowest, highest = (float(end([scores.champion_PS, scores.challenger_PS])) for end in (np.nanmin, np.nanmax))
     low, high = score_range or (0.0, 1.0)
@@ -204,15 +205,16 @@ def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> 
 
 
 def _is_at_ends(scores: PairedScores, champion_P: Floats, challenger_P: Floats, *, ends: tuple[float, float]) -> bool:
-    """Return whether each problem has exactly one score, and this score is one of the two ends of the range."""
+    """Return whether each problem has exactly one score per policy, and this score is one of the two ends of the
+    range."""
     return scores.champion_PS.shape[1] == 1 and bool(np.isin([champion_P, challenger_P], ends).all())
 
 
 def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
-    """Return the mean score of each problem for each policy, in the order of the problems' ids.
+    """Return the mean score of each problem for the champion and for the challenger, in the order of the problems' ids.
 
-    A mean is over the complete pairs of a problem. Problems without any are omitted. Raises BadInput for fewer than 30
-    problems, or Quarantined if missing scores leave fewer.
+    A mean is computed over the pairs in which no score is missing. Problems without such a pair are omitted. Raises
+    BadInput for fewer than 30 problems, or Quarantined if missing scores leave fewer than 30.
     """
     if len(scores.prompts) < MIN_PROBLEMS:
         raise BadInput(
@@ -241,7 +243,8 @@ def _mean(values_P: Floats) -> float:
 def _bootstrap_bounds(
     differences_P: Floats, levels: Sequence[float], *, seed: int, resamples: int
 ) -> tuple[list[float], float]:
-    """Return a BCa lower bound at confidence 1 − level for each level, and the upper bound for the first level."""
+    """Return a BCa lower bound of the mean difference at confidence 1 − level for each level, and the upper bound for
+    the first level."""
     if np.ptp(differences_P) < _EQUAL:
         return [_mean(differences_P)] * len(levels), _mean(differences_P)
     from scipy import stats
@@ -267,14 +270,16 @@ def _bootstrap_bounds(
 
 
 def _mcnemar(better: int, worse: int) -> float:
-    """Return the one-sided p-value of McNemar's exact test (1947), a sign test on the problems that differ."""
+    """Return the one-sided p-value of McNemar's exact test (1947), a sign test on the problems that only one policy
+    solves. `better` and `worse` are the numbers of problems on which the challenger is better and worse."""
     from scipy.special import bdtrc
 
     return float(bdtrc(better - 1, better + worse, 0.5)) if better else 1.0
 
 
 def _wilcoxon(differences_P: Floats) -> float:
-    """Return the one-sided p-value of Wilcoxon's signed-rank test (1945), without the problems that do not differ."""
+    """Return the one-sided p-value of Wilcoxon's signed-rank test (1945). Problems with a difference of 0 are
+    excluded."""
     from scipy import stats
 
     return float(stats.wilcoxon(differences_P, alternative="greater").pvalue) if differences_P.any() else 1.0

@@ -12,33 +12,36 @@ from infra.config import Settings
 from models.data.canonical import fold_text
 
 WORDS = 13
-"""Number of words of an n-gram, as for GPT-3."""
+"""Number of words of an n-gram, as in the contamination analysis of GPT-3."""
 NEAR = 0.8
-"""Minimum share of a held-out prompt's n-grams in training prompts from which the prompt counts as trained on."""
+"""Minimum share of a held-out prompt's n-grams that must occur in training prompts for the prompt to be counted as a
+near-duplicate."""
 COMMON = 10
-"""Number of held-out prompts in which an n-gram must occur to be ignored as part of a template."""
+"""Number of held-out prompts from which on a shared n-gram is ignored, because it probably belongs to a prompt
+template."""
 _NAMED = 5
 
 
 class Contamination(Settings):
-    """Number of problems of a suite that are also training problems."""
+    """Number of held-out problems of a suite that also occur among the training problems, literally or nearly."""
 
     prompts: int
     """Number of problems in the suite (the fixed problems on which policies are compared)."""
     exact: int
-    """Number of problems that this run or an earlier champion was trained on, word for word."""
+    """Number of problems of the suite that also are, word for word, training problems of this run or of an earlier
+    champion."""
     near: int
-    """Number of further problems with n-grams that nearly all occur in training prompts."""
+    """Number of further problems whose n-grams nearly all occur in training prompts."""
     examples: tuple[str, ...]
-    """Ids of the first few problems of both kinds."""
+    """Ids of the first few problems that occur among the training problems, literally or nearly."""
 
     @property
     def share(self) -> float:
-        """Share of the suite's problems that are training problems, of both kinds together."""
+        """Share of the suite's problems that occur among the training problems, literally or nearly."""
         return (self.exact + self.near) / self.prompts if self.prompts else 0.0
 
     def text(self) -> str:
-        """Return one line for people: the number of these problems, and the ids of the first few."""
+        """Return one line for messages, with the number of such problems and the ids of the first few."""
         num_known = self.exact + self.near
         kinds = f"{self.exact} word for word, {self.near} nearly"
         named = f"{', '.join(self.examples)}{', …' if num_known > len(self.examples) else ''}"
@@ -53,10 +56,11 @@ def contamination(
     words: int = WORDS,
     near: float = NEAR,
 ) -> Contamination:
-    """Count the held-out prompts that training prompts repeat, literally or nearly.
+    """Count the held-out prompts that occur among the training prompts, literally or nearly.
 
-    `heldout` maps ids to texts; the text of a problem is its `identity`. Ids in `before` count as trained on by an
-    earlier run, whose texts may be deleted.
+    `heldout` maps the ids of problems to their texts (`identity` of the prompt). Problems whose ids are in `before` are
+    counted as literal repetitions, because an earlier run was trained on them. The texts of that run may be deleted.
+    `near` is the share of n-grams from which a prompt is counted as a near-duplicate.
 
     Words are separated by white space. Their case and Unicode normalization are ignored. A text of fewer than `words`
     words is a single n-gram, which occurs only if a training prompt is the same text. Training prompts are processed
@@ -80,6 +84,6 @@ def contamination(
 
 
 def _ngrams(text: str, words: int) -> set[str]:
-    """Return all word n-grams of a text, or the whole text if it has fewer words."""
+    """Return all n-grams of `words` words in a text, or the whole text if it has fewer words."""
     parts = fold_text(text).split()
     return {" ".join(parts[at : at + words]) for at in range(max(1, len(parts) - words + 1))}

@@ -18,45 +18,49 @@ from models.config.promotion import MIN_PROBLEMS
 from models.gate.bounds import Ints, betting_power, exact_power, largest_losses, restricted_variance
 
 POWER: Final = 0.8
-"""Default statistical power: the probability of showing a gain that exists."""
+"""Default statistical power: the probability that a test shows a gain that exists."""
 DISCORDANT: Final = 0.2
-"""Share of problems on which exactly one of two policies is right, if nothing has been measured yet."""
+"""Assumed share of problems that exactly one of two policies solves, if nothing has been measured yet."""
 SizedMethod = Literal["exact", "betting"]
 _MOST_PROBLEMS: Final = 10**7
 _EXACT_PROBLEMS: Final = 1000
-"""Problems up to which the power of the exact test is computed exactly. Above, its normal approximation is used."""
+"""Number of problems up to which the power of the exact test is computed exactly. For more problems, a normal
+approximation is used."""
 _EXACT_ABOVE: Final = 4000
-"""Same limit for thresholds above 0, at which the approximation is too optimistic for fewer problems than this."""
+"""Number of problems up to which the power of the exact test is computed exactly if the threshold is above 0. The
+normal approximation is too optimistic for fewer problems."""
 _HALVINGS: Final = 8
 _REFINEMENTS: Final = 3
 _CLOSE: Final = 0.005
 
 
 class RulePower(Settings):
-    """Statistical power of a gate's rule, given the number of problems in its suite."""
+    """Statistical power of one rule of the promotion gate, given the number of problems in its evaluation suite."""
 
     rule: str
-    """Name of the suite, with the name of the reward term if the rule has one."""
+    """Name of the evaluation suite, with the name of the reward term if the rule is about a single term."""
     kind: Literal["primary", "guard"]
-    """Kind of rule: a primary rule must show a gain, a guard must show that there is no loss."""
+    """Kind of rule. A primary rule must show that the challenger gains, and a guard must show that it does not lose."""
     problems: int
-    """Number of problems in the suite."""
+    """Number of problems in the evaluation suite."""
     asked: float
-    """Gain or margin that the rule names, in units of the score. 0 for any gain."""
+    """Minimum gain of a primary rule, or maximum loss (margin) of a guard, in units of the score. 0 if any gain is
+    enough."""
     discordant: float
-    """Mean square of the score differences, divided by the square of the range: as last measured, or 0.2 without a
-    measurement. For scores of 0 or 1 this is the share of problems on which the two policies differ."""
+    """Mean square of the score differences, divided by the square of the range of scores. The value is the last
+    measured one, or 0.2 if there is none. For scores of 0 or 1, it is the share of problems on which the two policies
+    differ."""
     alpha: float
     """Significance level of the rule, such as 0.05."""
     method: SizedMethod = "exact"
-    """Assumed method of the confidence bounds."""
+    """Method of the confidence bounds that is assumed for the computation."""
     width: float = 1.0
     """Width of the range of scores: highest minus lowest possible score."""
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def power(self) -> float | None:
-        """Probability that a guard holds for a challenger that is equal on average. None for a primary rule."""
+        """Probability that a guard passes a challenger that is as good as the champion. None for a primary rule."""
         if self.kind == "primary":
             return None
         threshold = -self.asked / self.width
@@ -65,10 +69,11 @@ class RulePower(Settings):
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def needed(self) -> int:
-        """Number of problems with which the rule has power 0.8.
+        """Number of problems that the suite needs for a power of 0.8, or 0 if the suite has enough or if no number is
+        enough.
 
-        For a guard this is the power for an equal challenger, for a primary rule the power for the largest possible
-        gain. 0 if there are enough problems already, or if no number of problems is enough.
+        The power is the probability that a guard passes a challenger as good as the champion, or that a primary rule
+        shows the largest possible gain.
         """
         if not self.is_short:
             return 0
@@ -83,9 +88,10 @@ class RulePower(Settings):
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def shown(self) -> float | None:
-        """Smallest true gain that the rule shows, or smallest margin that an equal challenger keeps, with power 0.8.
+        """For a primary rule, the smallest true gain that is shown with power 0.8. For a guard, the smallest margin
+        with which a challenger as good as the champion passes with power 0.8.
 
-        None if the rule shows no possible gain, or no margin, with this power.
+        None if no possible gain or margin reaches this power.
         """
         problems, differ, alpha, method = self.problems, self.discordant, self.alpha, self.method
         if self.kind == "primary":
@@ -97,11 +103,11 @@ class RulePower(Settings):
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property
     def is_short(self) -> bool:
-        """Whether the problems are too few for a power of 0.8."""
+        """Whether the suite has too few problems for a power of 0.8."""
         return self.shown is None if self.power is None else self.power < POWER
 
     def text(self) -> str:
-        """Return one line that describes what the problems of the suite can show."""
+        """Return one line for people that describes which gain or margin the suite's problems can show."""
         line = f"{self.rule}: with {self.problems:,} problems,"
         needs = f", which needs {self.needed:,} problems" if self.needed else ""
         if self.kind == "guard":
@@ -129,7 +135,8 @@ def power_of(
     threshold: float = 0.0,
     method: SizedMethod = "exact",
 ) -> float:
-    """Return the probability that the lower bound at 1 − alpha exceeds the threshold if `gain` is the true gain."""
+    """Return the probability that the lower confidence bound at level 1 − alpha exceeds the threshold, if `gain` is the
+    true mean difference and `mean_square` the mean of squared differences."""
     if method == "betting":
         return betting_power(problems, gain=gain, mean_square=mean_square, threshold=threshold, alpha=alpha)
     differ = max(mean_square, abs(gain))
@@ -147,7 +154,7 @@ def _losses(problems: int, threshold: float, alpha: float) -> Ints:
 
 
 def largest_gain(mean_square: float, method: SizedMethod) -> float:
-    """Return the largest possible gain if the differences have this mean square."""
+    """Return the largest possible mean difference of scores, given the mean of the squared differences."""
     return mean_square if method == "exact" else sqrt(mean_square)
 
 
@@ -160,11 +167,12 @@ def problems_needed(
     method: SizedMethod = "exact",
     power: float = POWER,
 ) -> int:
-    """Return about how many problems show, with this power, that a true gain exceeds the threshold at level `alpha`.
+    """Return approximately how many problems are needed to show, with this power and at level `alpha`, that a true gain
+    exceeds the threshold.
 
-    Starts with the formula of Connor (1987, Biometrics 43:207) and corrects the number by its computed power. Raises
-    BadInput if the gain does not exceed the threshold or exceeds what the mean square allows, or if alpha or power is
-    out of range.
+    `mean_square` is the mean of the squared differences. The number starts with the formula of Connor (1987, Biometrics
+    43:207) and is corrected by its computed power. Raises BadInput if the gain does not exceed the threshold or exceeds
+    what the mean square allows, or if alpha or power is out of range.
 
     >>> problems_needed(0.05, 0.2, alpha=0.05), problems_needed(0.05, 0.2, alpha=0.01)
     (493, 801)
@@ -197,9 +205,10 @@ def problems_needed(
 def smallest_gain(
     problems: int, mean_square: float, *, alpha: float, threshold: float = 0.0, method: SizedMethod = "exact"
 ) -> float | None:
-    """Return the smallest true gain that exceeds the threshold with power 0.8, or None if no possible gain does.
+    """Return the smallest true gain that is shown to exceed the threshold with power 0.8, or None if no possible gain
+    is.
 
-    Raises BadInput if alpha is not between 0 and 0.5.
+    `mean_square` is the mean of the squared differences. Raises BadInput if alpha is not between 0 and 0.5.
 
     >>> round(smallest_gain(501, 0.2, alpha=0.05), 3)
     0.05
@@ -216,7 +225,8 @@ def smallest_gain(
 
 
 def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: SizedMethod = "exact") -> float | None:
-    """Return the smallest margin that an equal challenger keeps with power 0.8, or None if margin 1 is too small."""
+    """Return the smallest margin (maximum loss of a guard) with which a challenger as good as the champion passes with
+    power 0.8. None if even a margin of 1 is too small."""
     low, high = 0.0, 1.0
     guess = min(1.0, 4 * sqrt(mean_square / problems))
     if power_of(problems, 0.0, mean_square, alpha=alpha, threshold=-guess, method=method) >= POWER:

@@ -15,20 +15,20 @@ _TESTS = {"mcnemar": "McNemar's", "wilcoxon": "Wilcoxon's"}
 
 
 class MeasuredGain(Settings):
-    """Measured result of a primary suite, on which the challenger must be better than the champion."""
+    """Comparison on a primary suite, on which the challenger must be better than the champion."""
 
     suite: str
     """Name of the evaluation suite on which both policies were compared."""
     min_gain: float = 0.0
-    """Minimum gain to show: the lower confidence bound of the difference must exceed this value."""
+    """Gain that must be shown: the lower confidence bound of the difference must exceed this value."""
     difference: PairedDifference
-    """Measured difference, with one lower bound for each number of comparisons in Holm's method."""
+    """Measured difference, with one lower confidence bound for each number of comparisons in Holm's method."""
 
     def shows(self, tests: int) -> bool:
-        """Return whether the gain is statistically significant if Holm's method corrects for `tests` comparisons.
+        """Return whether the gain is statistically significant after Holm's correction for `tests` comparisons.
 
-        A bootstrap bound must be confirmed by the test for no gain, because it exceeds 0 more often than its level
-        allows if few problems differ.
+        A bootstrap bound must also be confirmed by the significance test, because it exceeds 0 more often than its
+        level allows if few problems differ.
         """
         difference, level = self.difference, self.difference.alpha / tests
         is_confirmed = difference.method != "bootstrap" or self.min_gain < 0 or difference.p <= level
@@ -36,7 +36,8 @@ class MeasuredGain(Settings):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the challenger is shown to be worse than the champion, and worse than `min_gain` allows."""
+        """Whether the challenger is significantly worse than the champion, by more than `min_gain` allows if that is
+        negative."""
         return self.difference.upper < min(0.0, self.min_gain)
 
     def reason(self, tests: int) -> str:
@@ -57,22 +58,23 @@ class MeasuredGain(Settings):
 
 
 class MeasuredGuard(Settings):
-    """Measured result of a guard suite, on which the challenger must not lose `margin` or more to the champion."""
+    """Comparison on a guard suite, on which the challenger must not lose `margin` or more to the champion."""
 
     suite: str
     """Name of the evaluation suite whose problems were measured."""
     margin: float
-    """Loss that the guard must exclude: the lower bound of the difference must be above minus this margin."""
+    """Loss that must be excluded: the lower confidence bound of the difference must be above minus this margin."""
     difference: PairedDifference
     """Measured difference between the challenger's and the champion's mean scores on the suite."""
 
     @property
     def holds(self) -> bool:
-        """Whether a loss of the margin or more is excluded. A bootstrap bound cannot exclude rare losses."""
+        """Whether a loss of the margin or more is excluded. False for a bootstrap bound, because it cannot exclude rare
+        losses."""
         return self.difference.method != "bootstrap" and self.difference.lower > -self.margin
 
     def reason(self) -> str:
-        """Return one line for messages with the result of the guard."""
+        """Return one line for messages with the measured difference, its bound and the allowed margin."""
         difference = self.difference
         line = f"{self.suite}: {difference.mean:+.3f}, lower bound {difference.lower:+.3f}"
         if self.holds:
@@ -81,10 +83,10 @@ class MeasuredGuard(Settings):
 
 
 class MeasuredLimit(Settings):
-    """Measured value of the challenger with the maximum that the gate allows."""
+    """Measured quantity of the challenger, such as its mean length, with the maximum that the gate allows."""
 
     name: str
-    """Name of the limited value: mean length, KL divergence, share of truncated completions, or cost."""
+    """Name of the measured quantity: mean length, KL divergence, share of truncated completions, or cost."""
     value: float
     """Measured value of the challenger, in the unit of the named quantity."""
     most: float
@@ -92,80 +94,82 @@ class MeasuredLimit(Settings):
 
     @property
     def bound(self) -> str:
-        """Maximum as text, as messages show it."""
+        """Allowed maximum as text for messages, such as `at most 5`."""
         return f"at most {self.most:g}"
 
     @property
     def holds(self) -> bool:
-        """Whether the value is at most the maximum."""
+        """Whether the measured value is at most the allowed maximum."""
         return self.value <= self.most
 
     def reason(self) -> str:
-        """Return one line for messages with the value and its limit."""
+        """Return one line for messages with the measured value and its maximum."""
         return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'above {self.most:g}'}"
 
 
 class MeasuredFloor(Settings):
-    """Mean score of the challenger with the minimum that the gate requires, independent of the champion's score."""
+    """Mean score of the challenger on a suite, with the minimum that the gate requires regardless of the champion's
+    score."""
 
     name: str
-    """Name of the suite, with the name of the reward term if the minimum refers to a single term."""
+    """Name of the suite, with the name of the reward term if the minimum is about a single term."""
     value: float
-    """Mean score of the challenger on the suite, without answers that have no score."""
+    """Mean score of the challenger on the suite. Completions without a score are excluded."""
     least: float
     """Minimum mean score that the gate requires."""
     missing_share: float
-    """Share of the challenger's answers without a score. They are excluded from the mean."""
+    """Share of the challenger's completions without a score, which are excluded from the mean."""
 
     @property
     def bound(self) -> str:
-        """Minimum as text, as messages show it."""
+        """Required minimum as text for messages, such as `at least 0.5`."""
         return f"at least {self.least:g}"
 
     @property
     def holds(self) -> bool:
-        """Whether the mean score is at least the minimum."""
+        """Whether the mean score is at least the required minimum."""
         return self.value >= self.least
 
     def reason(self) -> str:
-        """Return one line for messages with the mean score and its minimum."""
+        """Return one line for messages with the mean score and its required minimum."""
         return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'below {self.least:g}'}"
 
 
 class Evidence(Settings):
-    """Measurements about a challenger on which the verdict of the gate is based."""
+    """Measurements of a challenger on which the promotion gate bases its verdict."""
 
     gains: tuple[MeasuredGain, ...]
     """Results of the primary suites, at least one. The challenger can be promoted if at least one gain is significant
     after Holm's correction."""
     guards: tuple[MeasuredGuard, ...] = ()
-    """Results of the guards. The challenger is rejected if one of them does not hold."""
+    """Results of the guard suites. The challenger is rejected if one of them does not exclude a loss of its margin."""
     limits: tuple[MeasuredLimit, ...] = ()
-    """Values with a maximum. The challenger is rejected if one of them exceeds its maximum."""
+    """Measured quantities with an allowed maximum. The challenger is rejected if one of them exceeds its maximum."""
     floors: tuple[MeasuredFloor, ...] = ()
-    """Mean scores with a minimum. The challenger is rejected if one of them is below its minimum."""
+    """Mean scores with a required minimum. The challenger is rejected if one of them is below its minimum."""
     contaminated: dict[str, float] = {}
-    """Share of the suite's problems that are also training problems, by suite."""
+    """Share of each suite's problems that also occur among the training problems, by name of the suite."""
     trained_on: dict[str, Contamination] = {}
-    """Counts and example ids of the problems that are also training problems, by suite."""
+    """Number and example ids of each suite's problems that also occur among the training problems, by name of the
+    suite."""
 
 
 class GateVerdict(Settings):
-    """Decision about a challenger with its reasons."""
+    """Decision of the promotion gate about a challenger, with its reasons."""
 
     verdict: Literal["promote", "keep", "reject", "invalid"]
-    """Decision. `promote`: a gain is shown and all rules hold. `keep`: the champion stays because no gain is shown.
-    `reject`: the challenger is worse, or breaks a guard, a limit or a floor. `invalid`: the measurements do not allow a
-    decision."""
+    """Decision. `promote`: a gain is significant and all other rules hold. `keep`: the champion stays, because no gain
+    is significant. `reject`: the challenger is worse, or violates a guard, a limit or a floor. `invalid`: the
+    measurements do not allow a decision."""
     reasons: tuple[str, ...]
-    """Reasons of one line each. The reasons that decided the verdict come first."""
+    """Reasons for the decision, one line each. The decisive reasons come first."""
 
 
 def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -> GateVerdict:
     """Decide whether a challenger replaces the champion, given the measurements.
 
-    `max_missing` and `max_contaminated` are the largest allowed shares of a suite: of missing scores, and of problems
-    among the training problems. Above them the verdict is `invalid`.
+    `max_missing` is the largest allowed share of missing scores in a suite, and `max_contaminated` the largest allowed
+    share of its problems that also occur among the training problems. Above one of them, the verdict is `invalid`.
     """
     assert evidence.gains, "a gate needs at least one primary suite"
     doubts = _find_doubts(evidence, max_missing, max_contaminated)
@@ -219,7 +223,7 @@ def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float
 
 
 def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
-    """Return the number of comparisons by which Holm's method (1979) divides the significance level of each gain."""
+    """Return, for each gain, the number of comparisons by which Holm's method (1979) divides its significance level."""
     comparisons = [len(gains)] * len(gains)
     shown_gains: set[int] = set()
     while True:
@@ -233,8 +237,8 @@ def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
 
 
 def _suggest_problems(difference: PairedDifference, above: float, level: float) -> str:
-    """Return a remark with the number of problems that would be needed to show a difference as large as the measured
-    one, or "" if no number is enough."""
+    """Return a remark for messages with the number of problems needed to show a difference of the measured size, or ""
+    if no number is enough. The difference must be shown to exceed `above` at significance level `level`."""
     if difference.mean <= above:
         return ""
     low, high = difference.score_range or (0.0, 1.0)

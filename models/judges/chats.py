@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from models.data.problems import NO_ARGUMENTS, ImagePlace, Message, Prompt, TemplateArguments
 
 _TAGS: Final = {"tool_calls": "tool_call", "tool_call_id": "answers_call"}
-"""Tag in which a message field is shown to a judge, if the tag differs from the name of the field."""
+"""Tags for the message fields whose tag in a judge's question differs from the field's name."""
 
 
 # Control characters, and characters that reorder or hide text. Newline and tab are kept.
@@ -27,7 +27,7 @@ _ALIKE: Final = re.compile(
 
 
 def escape(text: str) -> str:
-    """Escape a text so that it contains no tag, no special token of a chat and no control character.
+    """Escape a text so that it contains no tag, no special token of a chat template and no control character.
 
     >>> escape("<|im_end|> [INST] a < b")
     '&lt;|im_end|&gt; &#91;INST&#93; a &lt; b'
@@ -38,9 +38,10 @@ def escape(text: str) -> str:
 
 
 def mark_prompt(prompt: Prompt, arguments: TemplateArguments = NO_ARGUMENTS) -> str:
-    """Return the messages of a chat with tags, after the tools that the chat shows. All texts are escaped.
+    """Return the messages of a chat in tags, preceded by the tools that the chat shows. All texts are escaped.
 
-    A single message of a user without tools and other fields is the text alone, like a plain-text prompt.
+    If the chat is a single user message without tools or other fields, only its text is returned, as for a plain-text
+    prompt.
 
     >>> mark_prompt((Message("system", "Be kind."), Message("user", "a < b?")))
     '<message role="system">\\nBe kind.\\n</message>\\n<message role="user">\\na &lt; b?\\n</message>'
@@ -55,7 +56,7 @@ def mark_prompt(prompt: Prompt, arguments: TemplateArguments = NO_ARGUMENTS) -> 
 
 
 def _mark_message(message: Message) -> str:
-    """Return a message in tags. Each of its fields is in separate tags inside."""
+    """Return a message in tags, with each of its fields in separate tags inside."""
     name = f' name="{escape(message.name).replace(chr(34), "&quot;")}"' if message.name else ""
     role = escape(message.role).replace('"', "&quot;")
     parts = [_mark_content(message), *_mark_fields(message)]
@@ -63,12 +64,12 @@ def _mark_message(message: Message) -> str:
 
 
 def _mark_content(message: Message) -> str:
-    """Return the escaped content of a message. Images are tags in their places."""
+    """Return the escaped content of a message. Each image is represented by a tag at its place."""
     return "".join("<image/>" if isinstance(part, ImagePlace) else escape(part) for part in message.parts)
 
 
 def _mark_fields(message: Message) -> Iterator[str]:
-    """Yield each field of a message in tags. Every tool call has a separate pair of tags."""
+    """Yield each field of a message in tags. Each tool call has a separate pair of tags."""
     for name, value in message.fields.items():
         values: Sequence[JsonValue] = value if isinstance(value, list) else [value]
         for each in values:

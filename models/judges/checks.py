@@ -16,7 +16,8 @@ from models.judges.prompts import find_fields, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
-    """Check a judge's settings without loading its model. Raises BadInput, naming the reward term."""
+    """Raise BadInput if the settings of a judge are invalid. `term` is the name of the reward term for the message. The
+    judge's model is not loaded."""
     try:
         _check_template(reward)
         _check_verdict(reward.answer_verdict)
@@ -34,7 +35,8 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
 
 
 def _check_template(reward: JudgeReward) -> None:
-    """Raise BadInput if the template lacks the completion or its steps, or has a field that is never filled in."""
+    """Raise BadInput if the judge's prompt template lacks the field of the completion or its steps, or has a field that
+    is never filled in."""
     if reward.template is None:
         return
     if reward.uses_rubric and "{criterion}" not in reward.template:
@@ -63,7 +65,7 @@ def _check_template(reward: JudgeReward) -> None:
 
 
 def _check_verdict(verdict: VerdictConfig) -> None:
-    """Raise BadInput if the verdict's pattern or choices are invalid."""
+    """Raise BadInput if the pattern or the choices of the judge's verdict are invalid."""
     match verdict:
         case ScoreVerdict():
             try:
@@ -82,7 +84,7 @@ def _check_verdict(verdict: VerdictConfig) -> None:
 
 
 def _check_texts(texts: tuple[str, ...]) -> None:
-    """Raise BadInput if two verdict texts are equal apart from case and spaces, or one is empty."""
+    """Raise BadInput if two texts of a verdict are equal apart from case and spaces, or if one is empty."""
     if not all(text.strip() for text in texts):
         raise BadInput(f"the texts of the verdicts are {texts}, but none may be empty. Give every verdict a text.")
     alike = {text.strip() if len(text.strip()) == 1 else text.strip().casefold() for text in texts}
@@ -94,7 +96,7 @@ def _check_texts(texts: tuple[str, ...]) -> None:
 
 
 def _check_training(reward: JudgeReward, data: DataConfig) -> None:
-    """Raise BadInput if the judge cannot be trained from the data or with this kind of verdict."""
+    """Raise BadInput if a trained judge cannot be trained with this kind of verdict, or from this data."""
     verdict_texts(reward.verdict)
     if not data.has_answers:
         raise BadInput(
@@ -106,9 +108,11 @@ def _check_training(reward: JudgeReward, data: DataConfig) -> None:
 def check_judges(
     scoring: ScoringConfig, verdicts: Mapping[str, Sequence[Mapping[str, float]]], *, iteration: int
 ) -> None:
-    """Check the verdicts of an iteration. `verdicts` contains the metrics of each verdict shard by reward term.
+    """Check the quality of all judges' verdicts in an iteration. `verdicts` contains the metrics of each verdict shard,
+    by reward term.
 
-    Raises Quarantined if too many answers of a judge are invalid or too many known-bad answers (canaries) pass.
+    Raises Quarantined if too many answers of a judge are invalid, or if a judge accepts too many canaries (known-bad
+    answers mixed in as a test).
     """
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge":
@@ -116,7 +120,8 @@ def check_judges(
 
 
 def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
-    """Raise Quarantined if the summed metrics of one judge show too many invalid answers or passed canaries."""
+    """Raise Quarantined if a judge gave too many invalid answers or accepted too many canaries (known-bad answers).
+    `sums` contains the judge's metrics, summed over the iteration."""
     invalid, answers = sums["invalid"], sums["answers"]
     if isinstance(reward.verdict, StepsVerdict):
         _check_critiques(term, reward, sums, iteration)
@@ -136,7 +141,7 @@ def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iter
 
 
 def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
-    """Raise Quarantined if too many completions have no usable critique.
+    """Raise Quarantined if too many completions have no valid critique (list of wrong steps).
 
     Completions are counted instead of answers, because one valid vote on a completion is sufficient.
     """

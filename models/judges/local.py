@@ -26,13 +26,14 @@ from models.vision.processor import VisionProcessor, load_processor
 
 _WEIGHED: Final = 1  # token count of an answer that is chosen by likelihood instead of generated
 _Read = tuple[str, tuple[str, ...]]
-"""Text and image digests of a question, by which equal prompts are recognized."""
+"""Text and image digests of a question. Questions for which they are equal have the same prompt."""
 _Prompts = dict[_Read, ModelInput]
 _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
 
 
 class LocalJudge:
-    """Judge that answers with an engine: free text is generated, and fixed choices are compared by their likelihood.
+    """Judge that runs a model in this process. Free-text verdicts are generated, and verdicts with fixed choices are
+    computed from the likelihoods of the choices.
 
     The same weights and questions give the same answers, regardless of earlier questions.
     """
@@ -64,7 +65,7 @@ class LocalJudge:
         return self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
-        """Load the model in `directory`, whose files were already verified against its digest."""
+        """Load the model from `directory`, whose files were verified before."""
         self._engine.load(directory, model)
         self._tokenizer, self._processor = load_tokenizer(directory), load_processor(directory)
         self._context = context_of(directory)
@@ -74,7 +75,7 @@ class LocalJudge:
         return self._engine.loaded_digest()
 
     def producer(self) -> str:
-        """Return the name of the engine with the versions that affect its results, to be stored in verdict shards."""
+        """Return the name of the engine and the versions that affect its results, as stored in verdict shards."""
         return self._engine.producer()
 
     def sleep(self) -> None:
@@ -90,10 +91,8 @@ class LocalJudge:
         return self._engine.step_sums()
 
     def show(self, images: ImageSource) -> None:
-        """Set the source of the images of the questions that follow.
-
-        Raises BadInput if the engine cannot process images.
-        """
+        """Set the source from which the images of subsequent questions are read. Raises BadInput if the engine cannot
+        process images."""
         if not isinstance(self._engine, VisionEngine):
             raise BadInput(
                 f"engine {self.producer()} cannot process images, because it has no method `show`, but this judge "
@@ -103,7 +102,8 @@ class LocalJudge:
         self._engine.show(images)
 
     def answer(self, questions: Sequence[Question]) -> list[Answer]:
-        """Answer questions in one batch. A question that exceeds the context becomes an answer with an error."""
+        """Answer questions in one batch. A question that exceeds the model's context gets an invalid answer with an
+        error."""
         choices = _choice_tokens(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
@@ -123,9 +123,11 @@ class LocalJudge:
     def _compare(
         self, questions: Sequence[Question], prompts: _Prompts, continuations: list[list[int]]
     ) -> list[Answer]:
-        """Answer questions by the likelihoods of fixed choices, without generating text.
+        """Answer questions by the likelihoods of the verdict's choices as continuations of the prompt, without
+        generating text.
 
-        An answer has the probabilities of all choices, or one choice that is sampled from the likelihoods.
+        An answer contains the probabilities of all choices, or one choice that is sampled from them. `continuations`
+        contains the tokens of each choice.
         """
         if not questions:
             return []
@@ -139,7 +141,7 @@ class LocalJudge:
         return [Answer(choices[index], None, _WEIGHED, None) for index in samples]
 
     def _write(self, questions: Sequence[Question], prompts: _Prompts) -> list[Answer]:
-        """Answer by generating text. Questions with the same prompt share one request."""
+        """Answer questions by generating text. Questions with the same prompt share one request."""
         if not questions:
             return []
         places: dict[_Read, list[int]] = {read: [] for read in prompts}
@@ -160,7 +162,7 @@ class LocalJudge:
         return answers
 
     def _prompts(self, questions: Sequence[Question]) -> _Prompts:
-        """Tokenize each distinct prompt once, in the order of first appearance."""
+        """Tokenize each distinct prompt of the questions once, in the order of first appearance."""
         assert self._tokenizer is not None, "the model must be loaded before a question"
         reads = list(dict.fromkeys(question.read for question in questions))
         encoded = {digest: self._images.encoded(digest) for digest in {d for _, images in reads for d in images}}
@@ -181,11 +183,12 @@ class LocalJudge:
         return tokens
 
     def _fits(self, length: int) -> bool:
-        """Return whether a sequence of this length fits into the context."""
+        """Return whether a sequence of this number of tokens fits into the model's context."""
         return self._context is None or length <= self._context
 
     def _question_too_long(self, length: int, room: int) -> Answer:
-        """Return an invalid answer for a question of `length` tokens that exceeds the available `room`."""
+        """Return an invalid answer for a question of `length` tokens that does not fit into the model's context
+        together with an answer of up to `room` tokens."""
         return Answer(
             text=None,
             probabilities=None,
@@ -195,14 +198,15 @@ class LocalJudge:
 
 
 def _choice_tokens(verdict: VerdictConfig) -> list[str]:
-    """Return the choices of a verdict, or an empty list if the judge answers in free text."""
+    """Return the texts of a verdict's choices, or an empty list if the judge answers in free text."""
     if isinstance(verdict, LogprobVerdict):
         return [verdict.yes, verdict.no]
     return list(verdict.choices) if isinstance(verdict, ChoiceVerdict) and verdict.constrained else []
 
 
 def _answer_from_text(completion: Completion) -> Answer:
-    """Convert a completion into an answer. An answer cut off by the length limit is invalid."""
+    """Convert a generated completion into a judge's answer. A completion cut off at the length limit is an invalid
+    answer."""
     is_cut_off = (
         completion.finish_reason is FinishReason.LENGTH
     )  # the missing rest may change the verdict: a 1 may be the start of a 10
@@ -211,7 +215,8 @@ def _answer_from_text(completion: Completion) -> Answer:
 
 
 def _sample_choice(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
-    """Sample a choice from log-probs of shape (C,). Returns the most likely one at temperature 0."""
+    """Sample the index of a choice from the log-probs of all choices (C). Returns the most likely choice at temperature
+    0."""
     if temperature == 0:
         return int(logprobs_C.argmax())
     cumulative_C = _softmax(logprobs_C / temperature).cumsum()

@@ -31,23 +31,27 @@ from models.records.seeds import derive_seed
 from models.text.steps import split_steps
 
 FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
-"""Fields that a template may contain in braces, such as `{prompt}`. Other braces are kept as text."""
+"""Names of the fields that a judge's prompt template may contain in braces, such as `{prompt}`. Other text in braces is
+kept as it is."""
 
 Episode = Sequence[tuple[str, str]]
-"""Messages of an episode as pairs of role and text. The policy's messages have the role `assistant`."""
+"""Messages of an episode (a dialogue of policy and environment), as pairs of role and text. The policy's messages have
+the role `assistant`."""
 
 _FIELD: Final = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 _RUBRIC_FIELD: Final = re.compile(r"\{(" + "|".join((*FIELDS, "criterion")) + r")\}")
-"""Pattern for fields of templates for rubrics. In other templates `{criterion}` is ordinary text."""
+"""Pattern of the fields in templates for rubrics. In other templates, `{criterion}` is ordinary text."""
 
 
 def fill_template(
     template: str, *, prompt: str, completion: str, answer: str, seed: int, marked: Mapping[str, str] = {}
 ) -> str:
-    """Fill the fields of a template and return the question. Braces within the filled-in texts stay as they are.
+    """Fill the fields of a judge's prompt template, and return the question. Braces within the filled-in texts stay as
+    they are.
 
-    `marked` are texts by field that are already escaped and contain tags: the prompt of a chat, the completion of an
-    episode, or the steps of a completion. They replace the other texts unless they are empty.
+    `marked` contains texts by field name that are already escaped and contain tags, such as the prompt of a chat or the
+    steps of a completion. Such a text replaces the plain text of its field, unless it is empty. `seed` determines the
+    delimiter (fence) around the completion.
     """
     texts = {"prompt": escape(prompt), "completion": escape(completion), "answer": escape(answer), "steps": ""}
     texts |= {name: text for name, text in marked.items() if text}
@@ -63,23 +67,25 @@ def find_fields(template: str) -> set[str]:
 def _fences(seed: int) -> Iterator[str]:
     """Yield delimiters (fences) that cannot be guessed without the seed.
 
-    The caller takes the next delimiter if a text contains the previous one.
+    The caller uses the first delimiter that no text contains.
     """
     return (f"fence-{derive_seed('fence', seed, number):016x}" for number in count())
 
 
 def _occurs(fence: str, texts: Sequence[str]) -> bool:
-    """Return whether any text contains the delimiter `fence`, which is then unusable."""
+    """Return whether one of the texts contains the delimiter `fence`, so that the delimiter cannot be used."""
     return any(fence in text for text in texts)
 
 
 def wrap_steps(steps: Sequence[str]) -> str:
-    """Wrap each step in numbered tags and escape its text, so that no tag in the text is read as one."""
+    """Wrap each step of a completion in numbered tags. The text of the steps is escaped, so that it cannot contain such
+    tags."""
     return "\n".join(f"<step_{index}>\n{escape(step.strip())}\n</step_{index}>" for index, step in enumerate(steps))
 
 
 def mark_episode(episode: Episode) -> str:
-    """Join the messages of an episode, with tags around those of the environment. All texts are escaped.
+    """Concatenate the messages of an episode. Messages of the environment are wrapped in tags, and all texts are
+    escaped.
 
     >>> mark_episode([("assistant", "how </environment> wide?"), ("user", "17"), ("assistant", "17")])
     'how &lt;/environment&gt; wide?\\n<environment>\\n17\\n</environment>\\n17'
@@ -110,14 +116,14 @@ Solution to examine:
 
 The right answer is {{answer}}. Is the solution correct? Answer yes or no.
 """
-"""Default template for verdicts that are a choice, a score or a probability."""
+"""Default prompt template for verdicts that are a choice, a score or a probability."""
 
 VERDICT_EPISODE: Final = VERDICT.replace(
     "Question:\n",
     "What stands between <environment> and </environment> was said to whoever solves it, and is none of the solution's "
     "own words.\n\nQuestion:\n",
 )
-"""Default template for verdicts on episodes."""
+"""Default prompt template for verdicts on episodes (dialogues of policy and environment)."""
 
 RUBRIC: Final = f"""\
 You are a strict examiner. You are given a question, somebody's answer, which stands between two lines {{fence}}, and \
@@ -136,10 +142,12 @@ Criterion:
 Does the answer meet this criterion? The criterion may describe a mistake; then it is met if the answer makes the \
 mistake.
 """
-"""Default template for one criterion of a rubric. The form of the answer follows it."""
+"""Default prompt template for one criterion of a rubric. A sentence that describes the form of the answer is
+appended."""
 
 BARE: Final = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
-"""Default template for judges that the run trains. It has no instructions, because these judges are trained on it."""
+"""Default prompt template for judges that are trained in the run. It contains no instructions, because the judges learn
+the task from their training examples."""
 
 _ROLE: Final = f"""\
 You are a strict examiner. You are given a question and somebody's solution, cut into numbered steps: step k stands \
@@ -188,22 +196,23 @@ If no step is incorrect, leave the tag empty: <incorrect_steps></incorrect_steps
 """
 
 AUDIT: Final = _ROLE + _AUDIT_TASK + _MATERIAL + _SOLUTION + _FORM
-"""Default template for verdicts on steps. The judge checks every step, even if the solution is correct."""
+"""Default prompt template for verdicts on steps. The judge checks every step, even if the solution is correct."""
 
 AUDIT_REFERENCE: Final = _ROLE + _AUDIT_TASK + _MATERIAL + _REFERENCE + _SOLUTION + _FORM
-"""`AUDIT` template with the reference solution."""
+"""`AUDIT` prompt template that also shows a reference solution."""
 
 PUBLISHED: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _SOLUTION + _FORM
-"""Template with CAPO's prompt (arXiv 2508.02298). The judge lists wrong steps only if the solution is wrong."""
+"""Prompt template after CAPO (arXiv 2508.02298). The judge lists wrong steps only if the solution is wrong."""
 
 PUBLISHED_REFERENCE: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _REFERENCE + _SOLUTION + _FORM
-"""`PUBLISHED` template with the reference solution."""
+"""`PUBLISHED` prompt template that also shows a reference solution."""
 
 
 def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
-    """Return the template of a judge's questions: the configured one, or the default for its kind of verdict.
+    """Return the prompt template of a judge: the configured template, or the default for its kind of verdict.
 
-    The default includes the reference solution if there is an `answer`. `of_episode` selects the default for episodes.
+    The default for steps shows the reference solution if that is configured and `answer` is not blank. `of_episode`
+    selects the default for episodes.
     """
     if reward.template is not None:
         return reward.template
@@ -218,7 +227,8 @@ def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = Fals
 
 
 def _describe_form(verdict: VerdictConfig) -> str:
-    """Return the sentence that asks for an answer in the form of the verdict on one criterion."""
+    """Return the sentence of the prompt that tells the judge in which form to answer about one criterion of a
+    rubric."""
     match verdict:
         case ScoreVerdict():
             return (
@@ -242,12 +252,13 @@ def build_question_text(
     episode: Episode = (),
     marked: Mapping[str, str] = {},
 ) -> str:
-    """Return the question about a completion. The environment's messages in an episode are marked with tags.
+    """Return the text of the question about a completion.
 
-    `marked` are texts by field that are already escaped: the messages of a chat (`prompt`, from
-    `models.judges.chats`), and the criterion of a rubric that the question is about (`criterion`).
+    In an episode, the environment's messages are marked with tags. `marked` contains texts by field name that are
+    already escaped: the messages of a chat (`prompt`, from `models.judges.chats`), and the criterion of a rubric that
+    the question is about (`criterion`). `seed` determines the delimiter around the completion.
 
-    A judge that the run trains gets the bare template on which it is trained, without these tags.
+    For a judge that is trained in the run, the text has no such tags, as in the judge's training examples.
     """
     verdict, exchanges = reward.verdict, () if reward.is_trained else episode
     return fill_template(
@@ -265,11 +276,12 @@ def build_question_text(
 
 
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
-    """Sample the training examples of a judge for all steps, in order. Half of the completions are correct.
+    """Sample the examples on which a judge is trained, for all training steps in order. About half of the completions
+    are correct.
 
-    If the judge answers in free text and a worked solution is known, the example contains the solution before the
-    verdict (arXiv 2408.15240). The verdict has the same weight in the loss as the whole solution, because as one token
-    among many it would hardly be trained. Raises BadInput if a problem has no answer.
+    If the judge answers in free text and the problem has a worked solution, the example contains this solution before
+    the verdict (arXiv 2408.15240). The verdict has the same weight in the loss as the whole solution, because otherwise
+    a single token among many would have too little influence. Raises BadInput if a problem has no answer.
     """
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
@@ -292,9 +304,9 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
 
 
 def vocabulary_texts(reward: JudgeReward, problems: Iterable[Problem], *, seed: int) -> Iterator[str]:
-    """Yield the texts on which the tokenizer of a judge is trained: each question with the verdicts.
+    """Yield the texts on which the tokenizer of a judge is trained: the questions and the texts of the verdicts.
 
-    The verdicts are included so often that each becomes a single token.
+    The verdicts are repeated after each question, so that each becomes a single token.
     """
     verdicts = verdict_texts(reward.verdict)
     questions = (question_about(p, p.worked or p.answer, reward=reward, seed=seed) for p in problems)
@@ -302,7 +314,7 @@ def vocabulary_texts(reward: JudgeReward, problems: Iterable[Problem], *, seed: 
 
 
 def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:
-    """Return the question about a completion of a problem, exactly as the judge will receive it."""
+    """Return the question about a completion of a problem, exactly as the judge receives it during the run."""
     chat = mark_prompt(problem.prompt, problem.template) if reward.chat_prompt == "messages" else ""
     return build_question_text(
         reward,
@@ -315,7 +327,8 @@ def question_about(problem: Problem, completion: str, *, reward: JudgeReward, se
 
 
 def verdict_texts(verdict: VerdictConfig | RubricVerdict) -> tuple[str, str]:
-    """Return the texts that a judge is trained to answer for a correct and for a wrong completion.
+    """Return the two texts that a judge is trained to answer: the first for a correct completion, the second for a
+    wrong one.
 
     Raises BadInput if the kind of verdict is not choice or logprob.
     """

@@ -8,14 +8,14 @@ from models.data.rubrics import Rubric
 from models.judges.verdicts import Answer, Judgement
 
 KEPT_CHARACTERS: Final = 1000
-"""Maximum number of stored characters of a judge's answer about one criterion."""
+"""Maximum number of characters that are stored of a judge's answer about one criterion."""
 
 
 def combine_judgements(rubric: Rubric, judgements: Sequence[Judgement]) -> Judgement:
-    """Return the judgement on a completion: the weighted sum of the criteria's values divided by the sum of the
-    positive weights, clipped to 0 to 1 (as in HealthBench, arXiv 2505.08775).
+    """Combine the judgements on a rubric's criteria into one judgement on the completion: the weighted sum of their
+    values divided by the sum of the positive weights, clipped to 0 to 1 (as in HealthBench, arXiv 2505.08775).
 
-    The judgement is invalid if one of the criteria has no valid verdict.
+    The combined judgement is invalid if the judgement on one criterion is invalid.
     """
     for number, judgement in enumerate(judgements):
         if judgement.value is None:
@@ -27,8 +27,8 @@ def combine_judgements(rubric: Rubric, judgements: Sequence[Judgement]) -> Judge
 
 
 def combine_answers(rubric: Rubric, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> Answer:
-    """Return one answer that stands for the answers to all criteria. Its text lists every criterion as JSON, with its
-    weight, its value and what the judge answered."""
+    """Combine a judge's answers about all criteria of a rubric into one answer. Its text lists, as JSON, each criterion
+    with its weight, its value and the judge's answer."""
     rows = [
         {
             "criterion": criterion.text,

@@ -21,7 +21,7 @@ from models.text.steps import aggregate
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question to a judge: the text, the images and the seed of the answer."""
+    """Question to a judge: the text, the images and the seed for sampling the answer."""
 
     text: str
     seed: int
@@ -31,34 +31,35 @@ class Question:
 
     @property
     def read(self) -> tuple[str, tuple[str, ...]]:
-        """Text and image digests of the question. They are equal for questions that differ only in their seeds."""
+        """Text and image digests of the question. They are equal for questions that differ only in the seed."""
         return self.text, self.images
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of a judge: a text, or the probability of each choice, or an error."""
+    """Answer of a judge: a text, or a probability for each choice, or an error."""
 
     text: str | None
     probabilities: dict[str, float] | None
-    """Probability of each choice. A logprob verdict has the choices `yes` and `no`. They need not sum to 1."""
+    """Probability of each choice, or None for a text answer. For a logprob verdict, the choices are `yes` and `no`. The
+    probabilities need not sum to 1."""
     tokens: int
     """Number of tokens that the judge generated, if known."""
     error: str | None
-    """One-line reason why there is no valid answer, or None."""
+    """One-line reason why there is no valid answer, or None if the answer is valid."""
     tokens_read: int = 0
-    """Number of tokens that the judge read, if the endpoint reports it."""
+    """Number of prompt tokens that the judge processed, if the endpoint reports it."""
 
 
 class Judge(Protocol):
-    """Model that answers questions about completions."""
+    """Model that answers questions about completions, in this process or behind an endpoint."""
 
     @property
     def progress(self) -> int:
         """Counter that grows while questions are answered. Another thread may read it."""
 
     def show(self, images: ImageSource) -> None:
-        """Set the source of the images of the questions that follow."""
+        """Set the source from which the images of subsequent questions are read."""
 
     def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer for each question, in order. The failure of one question does not affect the others."""
@@ -82,16 +83,17 @@ _DIGITS: Final = 9  # maximum number of digits of a step number
 
 @dataclass(frozen=True, slots=True)
 class Critique:
-    """Wrong steps that one answer of a judge lists."""
+    """Steps of a completion that one answer of a judge lists as wrong."""
 
     steps: tuple[int, ...]
-    """Indices of the wrong steps, ascending."""
+    """Indices of the steps listed as wrong, ascending."""
     dropped: int
-    """Count of listed step numbers that do not exist in the completion."""
+    """Number of listed step numbers that were ignored, because the completion has no such step."""
 
 
 def read_critique(text: str, *, num_steps: int) -> Critique | str:
-    """Parse the last `<incorrect_steps>` pair of an answer. Returns the reason if it cannot be parsed.
+    """Parse the list of wrong steps in the last `<incorrect_steps>` pair of an answer. Returns the reason as text if
+    the list cannot be parsed.
 
     An empty pair or `none` means that no step is wrong. Any other text that is not a list of numbers is invalid. The
     list may be enclosed in one pair of brackets, end with a full stop, and call all of its steps `step 2, step 4`.
@@ -116,7 +118,7 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
 
 
 def _parse_step_numbers(listed: str) -> list[str] | str:
-    """Return the digits of the numbers in a list, or the reason why it is not a list of numbers."""
+    """Return the step numbers in a list as strings of digits, or the reason why the text is not a list of numbers."""
     items = [item.strip() for item in re.split(r"[,;\n]", listed) if item.strip()]
     step_matches = [_SPELT.fullmatch(item) for item in items]
     if all(step_matches):
@@ -129,9 +131,11 @@ def _parse_step_numbers(listed: str) -> list[str] | str:
 
 
 def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, num_steps: int) -> list[float]:
-    """Return, for each of the S steps, how strongly the judge's votes say that the step is wrong, from 0 to 1.
+    """Return, for each step of a completion, a weight from 0 to 1 that says how strongly the judge's votes consider the
+    step wrong.
 
-    `critiques` contains only valid votes, each a list of wrong steps. All weights are 0 if there are no valid votes.
+    `critiques` contains the valid votes, each as a list of the indices of wrong steps. All weights are 0 if there are
+    no valid votes.
     """
     counts, k = Counter(step for critique in critiques for step in critique), len(critiques)
     if not k:
@@ -140,7 +144,7 @@ def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, n
 
 
 def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
-    """Return how strongly a step is considered wrong (0 to 1) if `count` of `k` critiques list it as wrong."""
+    """Return how strongly a step is considered wrong (0 to 1), if `count` of `k` critiques list the step as wrong."""
     match verdict.flags:
         case "intersection":
             return float(count == k)
@@ -155,34 +159,33 @@ def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
 
 
 LONGEST: Final = 100_000
-"""Maximum length in characters of an answer that is parsed. Verdicts are shorter, and patterns may take quadratic
-time."""
+"""Maximum number of characters of an answer that is parsed. Longer answers are invalid, because patterns may take
+quadratic time."""
 
 FLAGGED: Final = -1.0
-"""Reward of a step that the judge lists as wrong. Other steps have the reward 0."""
+"""Reward of a step that the judge lists as wrong. The reward of other steps is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Result of one answer: a finite reward, or None and the reason why the answer is invalid."""
+    """Result of parsing one answer of a judge: a finite reward, or None and the reason why the answer is invalid."""
 
     value: float | None
     error: str | None
     steps: tuple[int, ...] | None = None
-    """Indices of the wrong steps, or None if the verdict is not about steps."""
+    """Indices of the steps listed as wrong, or None if the verdict is not about steps."""
     dropped: int = 0
-    """Count of listed step numbers that do not exist in the completion."""
+    """Number of listed step numbers that were ignored, because the completion has no such step."""
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
-    """Convert the answer of a judge into a judgement (a reward or an error).
+    """Convert an answer of the judge to a judgement (a reward or an error). An answer without exactly one verdict is
+    invalid.
 
-    An answer without exactly one verdict is invalid.
-
-    An answer that quotes the completion cannot forge a verdict on steps, because escaped text contains no tags. If the
-    judge quotes a score or choice from the completion and adds a verdict, the answer contains two verdicts and is
-    invalid. If it only quotes one, this cannot be detected. `num_steps` is the number of steps of the completion, for
-    verdicts on steps.
+    `num_steps` is the number of steps of the completion, for verdicts on steps. An answer that quotes the completion
+    cannot contain a forged verdict on steps, because tags are escaped in the completion. If the judge quotes a score or
+    choice from the completion and adds its own, the answer contains two verdicts and is invalid. If the judge only
+    quotes one, this cannot be detected.
     """
     if answer.error is not None:
         return _invalid_judgement(answer.error)
@@ -203,7 +206,7 @@ def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) 
 
 
 def lowest_reward(verdict: VerdictConfig) -> float:
-    """Return the lowest possible reward of a verdict, which empty completions get without being judged."""
+    """Return the lowest possible reward of a verdict. Empty completions get this reward without being judged."""
     match verdict:
         case ChoiceVerdict():
             return min(verdict.choices.values())
@@ -216,11 +219,9 @@ def lowest_reward(verdict: VerdictConfig) -> float:
 
 
 def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", "majority"]) -> float | None:
-    """Combine a judge's votes on one completion, of which invalid votes are None, into one reward.
+    """Combine the votes on one completion into one reward. Invalid votes are None and are ignored.
 
-    Returns None if no vote is valid.
-
-    For a majority vote, ties are resolved in favor of the lowest value.
+    Returns None if no vote is valid. In a majority vote, the lowest of several most frequent values is used.
     """
     valid = sorted(value for value in values if value is not None)
     if not valid:
@@ -238,7 +239,8 @@ def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", 
 
 
 def parse_choice(text: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that the text consists of, ignoring case and surrounding punctuation, or None."""
+    """Return the choice that equals the whole text, ignoring case and surrounding punctuation, or None if no choice
+    does."""
     bare = text.strip().strip(".,;:!\"'`*()[] \t\n")
     exact = [choice for choice in choices if choice.strip() in (text.strip(), bare)]
     alike = exact or [choice for choice in choices if choice.strip().casefold() == bare.casefold()]
@@ -246,7 +248,7 @@ def parse_choice(text: str, choices: Sequence[str]) -> str | None:
 
 
 def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
-    """Parse the score in an answer and scale it to 0..1."""
+    """Parse the score in an answer, and scale it to the range from 0 to 1."""
     scores = [match[1] for match in re.finditer(verdict.pattern, text)]
     if len(scores) != 1:
         return _invalid_judgement(f"expected one score, found {len(scores) or 'none'}")
@@ -274,7 +276,8 @@ def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
 
 
 def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
-    """Parse the wrong steps in an answer. The judgement's value aggregates the values of all steps."""
+    """Parse the steps that an answer lists as wrong. The judgement's reward is the aggregate of the rewards of all
+    steps."""
     critique = read_critique(text, num_steps=num_steps)
     if isinstance(critique, str):
         return _invalid_judgement(critique)
@@ -283,9 +286,10 @@ def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
 
 
 def _find_choices(text: str, choices: Sequence[str]) -> set[str]:
-    """Return the choices that occur as words in a text. If one is a prefix of another, the longer match counts.
+    """Return the choices that occur as words in a text.
 
-    Case matters only for choices of a single letter, because "a" is a word and "A" is an answer.
+    If one choice is the beginning of another, the longer match counts. Case matters only for choices of a single
+    letter, because "a" is a word and "A" is an answer.
     """
     longest_first = sorted(choices, key=len, reverse=True)
     words = "|".join(f"(?{'-i' if len(choice) == 1 else 'i'}:{re.escape(choice)})" for choice in longest_first)
@@ -295,7 +299,8 @@ def _find_choices(text: str, choices: Sequence[str]) -> set[str]:
 
 
 def _read_probabilities(probabilities: dict[str, float] | None, verdict: LogprobVerdict) -> Judgement:
-    """Return P(yes) / (P(yes) + P(no)). The judgement is invalid if a probability is missing or out of range."""
+    """Return a judgement with the reward P(yes) / (P(yes) + P(no)). The judgement is invalid if a probability is
+    missing or out of range."""
     if probabilities is None:
         return _invalid_judgement("expected probabilities of the answers, found none")
     yes, no = probabilities.get(verdict.yes), probabilities.get(verdict.no)

@@ -22,12 +22,12 @@ from models.records.seeds import derive_seed
 from models.text.steps import StepValues, split_steps
 
 CANARY: Final = -1
-"""Prompt row that marks a canary in a verdict shard."""
+"""Value of the column `prompt_row` that marks a canary (known-bad answer) in a verdict shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedCompletion:
-    """Completion that a judge must rate, or canary (known-bad answer) with which the judge is tested."""
+    """Completion that a judge must rate, or canary: a known-bad answer mixed in to test the judge."""
 
     prompt_row: int
     sample: int
@@ -35,25 +35,26 @@ class JudgedCompletion:
     completion: str
     answer: str
     origin: int
-    """Index of the prompt in its shard. For a canary, index of the prompt with which the judge sees the canary."""
+    """Row of the prompt in the list of prompts. For a canary, the row of the prompt to which the known-bad answer is
+    attached."""
     images: tuple[str, ...] = ()
     """Digests of the prompt's images."""
     episode: tuple[tuple[str, str], ...] = ()
     """Messages of an episode in order, each as role and text: the policy's turns and the environment's answers."""
     chat: str = ""
-    """Messages of a prompt that is a chat, with tags (`models.judges.chats`), or empty."""
+    """Messages of the prompt in tags (`models.judges.chats`) if the prompt is a chat, otherwise empty."""
     rubric: Rubric = ()
-    """Criteria by which the completion is judged, or empty."""
+    """Criteria by which the completion is judged. Empty if there is no rubric."""
 
     @property
     def is_blank(self) -> bool:
-        """Whether the completion is blank. Blank completions are not sent to a judge."""
+        """Whether the completion consists only of white space. Such completions are not sent to a judge."""
         return not self.completion.strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """One vote on one completion: a question that may be repeated if the answer is invalid."""
+    """One vote of a judge on one completion. The question may be repeated if the answer is invalid."""
 
     judged: JudgedCompletion
     vote: int
@@ -61,7 +62,10 @@ class Ballot:
     def build_questions(
         self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int
     ) -> list[Question]:
-        """Build the questions for this vote: one for each criterion if there is a rubric, else a single question."""
+        """Build the questions for this vote: one for each criterion if there is a rubric, else a single question.
+
+        The sampling seed of an answer is derived from `seed_parts` and the number of the attempt.
+        """
         if not self.judged.rubric:
             return [self.build_question(reward, seed_parts=seed_parts, attempt=attempt)]
         return [
@@ -75,8 +79,9 @@ class Ballot:
         """Build the question for this vote, or for one criterion of a rubric. Each attempt uses a different seed for
         the answer.
 
-        In a user's template, the fence (delimiter) also differs for each attempt. In default templates, all votes on a
-        completion use the same fence, so their prompts are equal and are processed only once.
+        If the user configured a template, the delimiter (fence) around the completion also differs for each attempt.
+        With default templates, all votes on a completion use the same delimiter, so that their prompts are equal and
+        are processed only once.
         """
         it = self.judged
         name = "canary" if it.prompt_row == CANARY else "judge"
@@ -95,7 +100,8 @@ class Ballot:
 
 
 def read_episodes(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
-    """Return the messages of each episode after its prompt, or no messages for completions that are not episodes."""
+    """Return the messages of each episode, starting with the policy's first turn. A completion that is not an episode
+    gets no messages."""
     episodes = []
     for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
         texts = [(each["role"], each["content"]) for each in messages or ()]
@@ -105,15 +111,14 @@ def read_episodes(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
 
 
 def with_canaries(completions: Sequence[JudgedCompletion], canaries: Canaries | None) -> list[JudgedCompletion]:
-    """Return the canaries followed by the completions.
-
-    The canaries are bad answers to the first prompts of the shard.
-    """
+    """Return the completions to judge, preceded by the canaries: known-bad answers, which are attached to the first
+    prompts of the shard."""
     return [*(_canaries(completions, canaries) if canaries and completions else ()), *completions]
 
 
 def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> Iterator[JudgedCompletion]:
-    """Yield the canaries, each combined with a prompt of the shard. Prompts are used in turn."""
+    """Yield the canaries of a shard: known-bad answers, each attached to a prompt of the shard. Prompts are used in
+    rotation."""
     prompts = list({completion.prompt_row: completion for completion in reversed(completions)}.values())[::-1]
     for number in range(canaries.per_shard):
         source = prompts[number % len(prompts)]
@@ -131,23 +136,25 @@ def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> It
 
 
 VotePlace = tuple[int, int]
-"""Prompt row and sample, which identify a completion in a verdict shard."""
+"""Row of the prompt and number of the sample, which together identify a completion in a verdict shard."""
 
 
 def tally(
     verdicts: pa.Table, rollouts: pa.Table, *, vote: Literal["mean", "median", "majority"], term: str
 ) -> list[Judgement]:
-    """Return the reward of each completion from the last attempt of each vote, or the error if no vote is valid.
+    """Combine the votes on each completion into a reward, or into an error if no vote is valid. Of each vote, the last
+    attempt counts.
 
-    Raises Damaged if the two tables are not about the same completions.
+    Raises Damaged if the two tables do not contain the same completions.
     """
     return [_count(votes, vote) for votes in _cast(verdicts, rollouts, term)]
 
 
 def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict, term: str) -> list[StepValues]:
-    """Return the step values of each completion from its valid critiques. Without critiques, no step is flagged.
+    """Combine the valid critiques of each completion into values of its steps. Without a valid critique, no step counts
+    as wrong.
 
-    Raises Damaged if the two tables are not about the same completions.
+    Raises Damaged if the two tables do not contain the same completions.
     """
     texts = rollouts["completion"].to_pylist()
     return [
@@ -157,7 +164,8 @@ def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict
 
 
 def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verdict: StepsVerdict) -> StepValues:
-    """Combine the critiques of a completion into values of its steps. Critiques that are None are ignored."""
+    """Combine the critiques of a completion (lists of wrong steps) into a value for each of its steps. Critiques that
+    are None are ignored."""
     steps = split_steps(completion, verdict.steps)
     usable = [critique for critique in critiques if critique is not None]
     weights = flag_weights(usable, verdict, num_steps=len(steps))
@@ -165,7 +173,8 @@ def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verd
 
 
 def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgement]]:
-    """Return the votes on each completion, in the order of the rollouts. Raises Damaged if the tables do not match."""
+    """Return the votes on each completion, in the order of the rollouts. Raises Damaged if the tables do not contain
+    the same completions."""
     places = list(zip(rollouts["prompt_row"].to_pylist(), rollouts["sample"].to_pylist(), strict=True))
     votes_by_place = _last_attempts(verdicts)
     if set(votes_by_place) != set(places):
@@ -179,9 +188,9 @@ def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgem
 
 
 def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
-    """Return the last judgement of each vote by completion, without canaries.
+    """Return the judgement of the last attempt of each vote, by completion. Canaries are excluded.
 
-    Rows must be ordered by vote and attempt.
+    The rows of `verdicts` must be ordered by vote and attempt.
     """
     columns = ("prompt_row", "sample", "vote", "value", "error", "steps")
     rows = zip(*(verdicts[name].to_pylist() for name in columns), strict=True)
@@ -197,19 +206,21 @@ def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
 
 
 def _count(votes: Sequence[Judgement], vote: Literal["mean", "median", "majority"]) -> Judgement:
-    """Combine the votes on a completion into one judgement, which has the last error if no vote is valid."""
+    """Combine the votes on a completion into one judgement. If no vote is valid, the judgement has the last vote's
+    error."""
     value = count_votes([judgement.value for judgement in votes], vote)
     return Judgement(value, votes[-1].error if value is None else None)
 
 
 Votes = Mapping[JudgedCompletion, Sequence[Judgement]]
-"""Last judgement of each vote on each judged completion or canary."""
+"""Judgements on each completion or canary: for each vote, the judgement of its last attempt."""
 
 
 def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
-    """Return counts of votes, invalid votes and passed canaries of a shard, which can be added over shards.
+    """Return metrics of a verdict shard that can be summed over shards: the numbers of votes, invalid votes, canaries
+    (known-bad answers), and canaries that the judge accepted.
 
-    `answers` and `invalid` count votes on completions, not attempts.
+    `answers` and `invalid` count votes on completions. Repeated attempts are not counted.
     """
     values = [vote.value for judged, cast in votes.items() if judged.prompt_row != CANARY for vote in cast]
     passed = [_passes(judged, cast, reward) for judged, cast in votes.items() if judged.prompt_row == CANARY]
@@ -223,7 +234,7 @@ def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
 
 
 def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeReward) -> bool | None:
-    """Return whether a canary (known-bad answer) passed, given the judge's votes on it. None if no vote is valid."""
+    """Return whether the judge accepted a canary (known-bad answer), given its votes. None if no vote is valid."""
     if reward.canaries is None or all(vote.value is None for vote in cast):
         return None
     if isinstance(reward.verdict, StepsVerdict):
@@ -233,7 +244,8 @@ def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeRe
 
 
 def _count_steps(votes: Votes, verdict: StepsVerdict) -> dict[str, float]:
-    """Count completions, completions without a valid critique, and judged, flagged and dropped steps."""
+    """Return metrics that can be summed over shards: the numbers of completions, completions without a valid critique,
+    steps, steps listed as wrong, and ignored step numbers."""
     asked = {judged: cast for judged, cast in votes.items() if judged.prompt_row != CANARY}
     critiques = {judged: [vote.steps for vote in cast] for judged, cast in asked.items()}
     usable = {judged: cast for judged, cast in critiques.items() if any(steps is not None for steps in cast)}

@@ -154,11 +154,11 @@ def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairS
         same_FA = facts_FA == fact_A
         alike = np.flatnonzero((same_FA.sum(1) >= SHARED) & ~same_FA[:, query_places].all(1)).tolist()
         chosen = rng.sample(alike, min(len(alike), MAX_NEGATIVES))
-        negatives = tuple(_told(facts_FA[other].tolist()) for other in chosen)
-        pairs.append(Pair(query=query, passage=_told(fact_A.tolist()), negatives=negatives))
+        negatives = tuple(_write_passage(facts_FA[other].tolist()) for other in chosen)
+        pairs.append(Pair(query=query, passage=_write_passage(fact_A.tolist()), negatives=negatives))
     return _split(pairs, fraction)
 
 
-def _told(fact: Sequence[int]) -> str:
+def _write_passage(fact: Sequence[int]) -> str:
     """Return the passage that states a fact. `fact` contains the index of the value of each attribute."""
     return " ".join(WORDS[attribute][value][0] for attribute, value in enumerate(fact))

@@ -59,7 +59,7 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
 
     Small pictures are enlarged by an integer factor without smoothing.
     """
-    lines = [*_lines(rows, columns)]
+    lines = [*_split_into_lines(rows, columns)]
     widest = max(len(line.pictures) for line in lines)
     size = (GAP + widest * (side + GAP), GAP + sum(line.height(side) for line in lines))
     sheet = Image.new("RGB", size, PAPER)
@@ -72,7 +72,7 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
     return sink.getvalue()
 
 
-def _lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
+def _split_into_lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
     """Split each row of pictures into lines of at most `columns` pictures."""
     for row in rows:
         for number in range(0, len(row.pictures), columns):
