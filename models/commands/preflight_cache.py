@@ -61,7 +61,7 @@ def checks_directory() -> Path | None:
 def build_key(settings: BaseModel, *contents: object) -> str:
     """Return the cache key of a result: a digest of settings, `contents`, files that the settings name, code and
     library versions."""
-    files = [(str(path), _digest(path)) for path in sorted(set(_paths(settings)))]
+    files = [(str(path), _digest(path)) for path in sorted(set(_iter_paths(settings)))]
     versions = [sys.version, *(version(library) for library in LIBRARIES)]
     code = [_digest(path) for room in ("models", "infra") for path in sorted((PROJECT_ROOT / room).rglob("*.py"))]
     whole = [settings.model_dump_json(), str(Path.cwd()), files, versions, code, [repr(each) for each in contents]]
@@ -79,7 +79,7 @@ def _store_check(directory: Path, key: str, result: CheckResult) -> None:
         path.unlink(missing_ok=True)
 
 
-def _paths(value: object) -> Iterator[Path]:
+def _iter_paths(value: object) -> Iterator[Path]:
     """Yield every file path that occurs in the settings, at any depth of nesting."""
     match value:
         case Path():
@@ -87,13 +87,13 @@ def _paths(value: object) -> Iterator[Path]:
                 yield fetch_path(value).absolute()
         case BaseModel():
             for _, part in value:
-                yield from _paths(part)
+                yield from _iter_paths(part)
         case Mapping():
             for part in value.values():
-                yield from _paths(part)
+                yield from _iter_paths(part)
         case tuple() | list():
             for part in value:
-                yield from _paths(part)
+                yield from _iter_paths(part)
 
 
 def _digest(path: Path) -> str:
@@ -104,11 +104,11 @@ def _digest(path: Path) -> str:
     parts += [(each.name, _file_digest(each)) for each in sorted((path / FOLDER).glob("*.jinja"))]
     settings = path / "adapter_config.json"
     if settings.is_file() and not (path / "config.json").exists():  # the adapter's base model is in another directory
-        parts += [("base", _digest(path / base)) for base in _base(settings)]
+        parts += [("base", _digest(path / base)) for base in _find_base_model(settings)]
     return blake3(json.dumps(parts).encode()).hexdigest()
 
 
-def _base(settings: Path) -> Iterator[str]:
+def _find_base_model(settings: Path) -> Iterator[str]:
     """Yield the path of an adapter's base model, as stated in its `settings` file, if it is a local directory."""
     with suppress(ValueError, TypeError, KeyError):
         named = json.loads(settings.read_text())["base_model_name_or_path"]

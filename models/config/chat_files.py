@@ -11,30 +11,31 @@ MessageFields = Literal["keep", "drop"]
 
 TOOLS: Final = "tools"
 KWARGS: Final = "chat_template_kwargs"
-"""Default names of the columns with tools and with template variables. Columns with these names are optional in
-files."""
+"""Default names of the columns with tools and with chat template variables. A file may lack columns with these
+names."""
 RESERVED_KWARGS: Final = (
     *("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "return_assistant_tokens_mask"),
 )
-"""Variables of chat templates that cannot be configured, because rendering always sets them."""
+"""Variables of chat templates that users cannot set, because Rheostat always sets them."""
 
 
 class ChatColumns(Settings):
-    """Keys for the messages of a file, and for the tools and variables that the chat template receives with them."""
+    """Keys for the messages of a chat in a data file, and for the tools and variables that its chat template
+    receives."""
 
     message_fields: Annotated[MessageFields, Since("0.2.0", before="drop")] = "keep"
-    """Handling of message fields other than `role` and `content`: "keep" passes `name`, `tool_calls`, `tool_call_id`,
-    `reasoning_content`, `reasoning`, `thinking` and `tool_plan` to the chat template and refuses all other fields,
-    "drop" ignores all of them."""
+    """Handling of message fields other than `role` and `content`. "keep" passes `name`, `tool_calls`, `tool_call_id`,
+    `reasoning_content`, `reasoning`, `thinking` and `tool_plan` to the chat template and refuses files with other
+    fields. "drop" ignores all of these fields."""
     tools_column: Annotated[str | None, Since("0.2.0", before=None)] = TOOLS
     """Column with the tools that the chat template describes to the policy: a list of JSON schemas, or JSON text. A
-    file may lack the default column; "" means that no column is read."""
+    file may lack the default column. Set "" to read no column."""
     chat_template_kwargs: Annotated[Mapping[str, JsonValue], Since("0.2.0", before={})] = {}
-    """Variables passed to the chat template, by name, such as `{enable_thinking = false}`."""
+    """Variables passed to the chat template for every row, by name, such as `{enable_thinking = false}`."""
     chat_template_kwargs_column: Annotated[str | None, Since("0.2.0", before=None)] = KWARGS
-    """Column with variables for the chat template in this row: an object, or JSON text. They take precedence over
-    `chat_template_kwargs`. A file may lack the default column; "" means that no column is read."""
+    """Column with variables that the chat template receives for this row only: an object, or JSON text. They take
+    precedence over `chat_template_kwargs`. A file may lack the default column. Set "" to read no column."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -48,35 +49,38 @@ class ChatColumns(Settings):
 
     @property
     def required_chat_columns(self) -> list[str]:
-        """Configured columns that every file must have: all except those with the default names."""
+        """Configured columns with tools or template variables that every file must have. Columns with the default names
+        are not required."""
         return [name for name in self.argument_columns if name not in (TOOLS, KWARGS)]
 
     @property
     def set_chat_keys(self) -> list[str]:
-        """Keys that name columns of chats other than the default ones."""
+        """Configuration keys of the columns with tools or template variables, if they name other columns than the
+        default ones."""
         names = {"tools_column": self.tools_column, "chat_template_kwargs_column": self.chat_template_kwargs_column}
         return [key for key, name in names.items() if name and name not in (TOOLS, KWARGS)]
 
     @property
     def optional_chat_columns(self) -> list[str]:
-        """Columns that a file may lack, because their names are the defaults."""
+        """Columns with tools or template variables that a file may lack, because they have the default names."""
         return [name for name in self.argument_columns if name in (TOOLS, KWARGS)]
 
     @property
     def argument_columns(self) -> list[str]:
-        """Columns with arguments of the chat template: tools, and template variables."""
+        """Names of the columns with arguments of the chat template: tools, and template variables."""
         return [name for name in (self.tools_column, self.chat_template_kwargs_column) if name]
 
 
 class ChatFile(ChatColumns):
-    """Keys for files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
+    """Keys for data files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
 
     prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a chat as a list of messages with `role` and `content` (OpenAI) or turns
-    with `from` and `value` (ShareGPT). A dotted path such as `extra.question` names a nested field, in every column
-    key."""
+    """Column with the prompt: plain text, or a chat as a list of messages with `role` and `content` (OpenAI) or of
+    turns with `from` and `value` (ShareGPT). Like every column key, it can name a nested field by a dotted path such as
+    `extra.question`."""
 
     @property
     def chat_columns(self) -> list[str]:
-        """Columns that determine a prompt: the prompt column, then the columns with tools and template variables."""
+        """Names of the columns that determine a prompt: the prompt column, then the columns with tools and template
+        variables."""
         return [self.prompt_column, *self.argument_columns]

@@ -21,44 +21,45 @@ class DataSource(TextSettings, Variant):
     """Fields common to all sources of problems. `implementation` names a `models.data.problems.ProblemSource`."""
 
     makes_pairs: ClassVar[bool] = False
-    """Whether preference pairs of kind `arithmetic` can be built from the problems of this source."""
+    """Whether preference pairs can be built from the problems of this source, with `preferences.kind =
+    "arithmetic"`."""
     guess_template: ClassVar[str] = "#### {}"
-    """Template of a warm-up answer without reasoning, for problems with worked answers; `{}` is replaced by a random
-    number."""
+    """Template of an answer without reasoning on which warm-up trains, for problems that have worked answers. `{}` is
+    replaced by a random number."""
     max_guess: ClassVar[int] = 20
-    """Largest random number that is inserted into `guess_template`."""
+    """Largest random number that replaces `{}` in `guess_template`."""
     referenced_files: ClassVar[str] = ""
-    """`pkg.mod:function` that yields the files named in the source's own files, such as images. Empty if there are
-    none."""
+    """Import path `pkg.mod:function` that yields the files named in the rows of the source's files, such as images.
+    Empty if there are none."""
     reading_reporter: ClassVar[str] = ""
-    """`pkg.mod:function` that reports how this source reads files, a `models.data.reading.ReadingReporter`. Empty if
-    the source reads no files."""
+    """Import path `pkg.mod:function` of a `models.data.reading.ReadingReporter`, which reports how this source reads
+    its files. Empty if the source reads no files."""
     exclusion_filter: ClassVar[str] = ""
-    """`pkg.mod:function` that returns the training problems that this source excludes by itself, such as
-    near-duplicates, a `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
+    """Import path `pkg.mod:function` of a `models.data.problems.ExclusionFilter`, which returns the training problems
+    that this source excludes, such as near-duplicates of held-out problems. Empty if it excludes none."""
 
     pictures: ClassVar[str] = ""
-    """`pkg.mod:function` that generates pictures for the warm-up of text-to-image policies, a
-    `models.data.examples.PictureSource`. Empty if the source has no pictures."""
+    """Import path `pkg.mod:function` of a `models.data.examples.PictureSource`, which generates pictures for the
+    warm-up of text-to-image policies. Empty if the source has no pictures."""
 
     exclude_ids_path: Annotated[Location | None, Since("0.1.0", before=None), RenamedFrom("without")] = None
-    """File with one prompt_id per line, on this machine or at s3://bucket/name. Iterations do not use the problems with
-    these ids."""
+    """File with one prompt_id per line, on this machine or at s3://bucket/name. Problems with these ids are not used
+    for training iterations."""
     on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
-    """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
-    before it begins, unless `drop` contains "too_long". "drop" is the same as "too_long" in `drop`."""
+    """Action if the prompt of a problem leaves no room for a completion in the policy's context: "refuse" ends the run
+    before it begins, unless `drop` contains "too_long". "drop" has the same effect as "too_long" in `drop`."""
     drop: Annotated[tuple[Literal["empty", "too_long"], ...], Since("0.2.0", before=())] = ()
-    """Problems that are left out and counted, instead of ending the run before it begins: "empty" (rows of files with a
-    blank or missing prompt, message or answer) and "too_long" (the prompt leaves no room for a completion in the
-    policy's context). They are left out of iterations, evaluations and warm-up."""
+    """Kinds of problems that are left out of iterations, evaluations and warm-up, and counted, instead of ending the
+    run before it begins: "empty" (rows of files with a blank or missing prompt, message or answer) and "too_long" (the
+    prompt leaves no room for a completion in the policy's context)."""
 
     image_background: Annotated[
         Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
         Since("0.2.0", before="unconverted"),
     ] = "white"
-    """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Gray images with more
-    than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
-    transparency and turns most 16-bit shades white."""
+    """Background color that replaces the transparent parts of images: `white`, `black` or `#rrggbb`. Gray images with
+    more than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy unchanged, which drops
+    transparency and turns most shades of 16-bit images white."""
     image_version: Annotated[int, Field(ge=1, le=2), Since("0.2.0", before=1)] = 2
     """Version of the rules for reading images. In version 2, colors of 16 bits are rounded to 8 bits, and truncated
     images are refused. In version 1, the upper 8 bits are read, and missing pixels of PNG and JPEG files are black or
@@ -66,46 +67,46 @@ class DataSource(TextSettings, Variant):
 
     @property
     def long_prompts(self) -> OnTooLong:
-        """Action for problems that are too long, according to `drop` and `on_too_long`."""
+        """Action for problems whose prompt is too long, as determined by `drop` and `on_too_long`."""
         return "drop" if "too_long" in self.drop else self.on_too_long
 
     @property
     def has_answers(self) -> bool:
-        """Whether every problem has a reference answer. Warm-up trains on these answers, and judges are trained on
-        examples built from them."""
+        """Whether every problem has a reference answer. Warm-up trains on these answers, and the examples for training
+        judges are built from them."""
         return True
 
     @property
     def has_rubrics(self) -> bool:
-        """Whether every problem has a rubric, by which a judge can rate completions."""
+        """Whether every problem has a rubric: a list of criteria by which a judge can rate completions."""
         return False
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems if it is known before the problems are read or generated, else None."""
+        """Number of held-out problems, or None if it is not known before the problems are read or generated."""
         return None
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Sampling weight of each part of the training problems (`Problem.part`), such as each file of a mixture. Empty
-        if the problems have only one part."""
+        """Sampling weight of each part of the training problems, such as each file of a mixture, by index
+        (`Problem.part`). Empty if the problems have only one part."""
         return ()
 
     @property
     def pixels(self) -> PixelLimits:
-        """Minimum and maximum size of the images that the policy receives."""
+        """Minimum and maximum size, in pixels, of the images that the policy receives."""
         return PixelLimits()
 
 
 class GeneratedData(DataSource):
-    """Fields common to sources that generate a configured number of held-out problems."""
+    """Fields common to sources that generate their problems, with a configured number of held-out problems."""
 
     heldout_problems: Positive = 256
-    """Number of problems kept for evaluation."""
+    """Number of problems that are kept for evaluation and never trained on."""
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems as configured."""
+        """Number of held-out problems, as configured."""
         return self.heldout_problems
 
 
@@ -126,8 +127,8 @@ class ArithmeticData(GeneratedData):
 
 
 class PicturesData(GeneratedData):
-    """Pictures of 3 x 3 colored shapes, generated from a seed, with a question about how many shapes have a color. For
-    vision-language policies."""
+    """Questions about pictures, generated from a seed, for vision-language policies. A picture shows 3 x 3 cells with
+    colored shapes, and the question is how many shapes have a color."""
 
     implementation = "models.data.pictures:picture_problems"
     guess_template = " #### {}"
@@ -142,19 +143,17 @@ class PicturesData(GeneratedData):
 
 
 class PaintingsData(DataSource):
-    """Descriptions of pictures to generate, such as "red square left" (3 colors, 2 shapes, 4 places). For text-to-image
-    policies.
-
-    Held-out prompts describe the same pictures with the words in another order: "left red square".
-    """
+    """Descriptions of pictures that the policy must generate, such as "red square left" (3 colors, 2 shapes, 4 places),
+    for text-to-image policies. Held-out prompts describe the same pictures with the words in another order: "left red
+    square"."""
 
     implementation = "models.data.paintings:painting_problems"
     pictures = "models.data.paintings:pretraining_pictures"
 
     kind: Literal["paintings"] = "paintings"
     caption_noise: Annotated[Fraction, RenamedFrom("lies")] = 0.5
-    """Share of wrong captions (random color and place) among the pictures on which a policy without pretrained weights
-    is trained first."""
+    """Share of wrong captions (random color and place) among the pictures on which warm-up trains a policy without
+    pretrained weights."""
 
     @property
     def num_heldout_problems(self) -> int | None:
@@ -163,8 +162,8 @@ class PaintingsData(DataSource):
 
 
 class CalculationsData(GeneratedData):
-    """Word problems of one calculation, generated from a seed, to be solved with a calculator tool. For policies in
-    environments."""
+    """Word problems with one calculation each, generated from a seed, to be solved with a calculator tool. For policies
+    in environments."""
 
     implementation = "models.data.calculations:calculation_problems"
     max_guess = 100
@@ -178,8 +177,8 @@ class CalculationsData(GeneratedData):
 
 
 class MeasuresData(GeneratedData):
-    """Questions about the width or height of a thing, generated from a seed. Only the simulated user knows the measure,
-    so the policy must ask for it. For policies in dialogues."""
+    """Questions about the width or height of a thing, generated from a seed, for policies in dialogues. Only the
+    simulated user knows the measure, so the policy must ask for it."""
 
     implementation = "models.data.measures:measure_problems"
     max_guess = 40
@@ -193,7 +192,7 @@ class MeasuresData(GeneratedData):
 
 
 class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
-    """A file of problems and the settings for reading it."""
+    """Settings for a file of problems: its path, its columns, and how its rows become prompts."""
 
     path: DataLocation
     """File of training problems, on this machine or at s3://bucket/name: .jsonl, .json with an array, .csv or .tsv
@@ -201,28 +200,29 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     `save_to_disk` of `datasets` wrote, or the name of a dataset on the Hugging Face Hub, such as `openai/gsm8k`
     (docs/hub.md)."""
     heldout_path: DataLocation | None = None
-    """File or folder of evaluation problems. If not set, `heldout_fraction` of the training problems is kept."""
+    """File or folder of evaluation problems. If not set, `heldout_fraction` of the problems in `path` is kept for
+    evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
+    """Share of problems kept for evaluation if there is no second file. A hash of the prompt selects the problems."""
     answer_column: str | None = "answer"
-    """Column with the reference answer. "" reads no answers, if no reward needs an answer."""
+    """Column with the reference answer. Set "" to read no answers, which is possible if no reward needs them."""
     answer_columns: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
-    """Columns that form the reference answer together, instead of `answer_column`: the answer is a JSON object with the
-    values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
+    """Columns that form the reference answer together and replace `answer_column`. The answer is then a JSON object
+    with the values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
     rubric_column: Annotated[str | None, Since("0.2.0", before=None)] = None
-    """Column with the problem's rubric, for judges with `verdict.kind` "rubric": a list of objects with `criterion`,
-    `description`, `text` or `title`, and `weight` or `points`, or JSON text of such a list. Environments receive it as
-    `rubric`. Rows that differ in their rubrics are different problems."""
+    """Column with the problem's rubric, for judges with `verdict.kind` "rubric". It contains a list of objects, or JSON
+    text of such a list. Each object has the keys `criterion`, `description`, `text` or `title`, and `weight` or
+    `points`. Environments receive it as `rubric`. Rows that differ only in their rubrics are different problems."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
-    """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
+    """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ only in
     these columns are different problems."""
     template: str = "{prompt}"
-    """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column. Chat messages are
+    """Template into which a plain-text prompt is inserted; `{prompt}` is replaced by the text of the column. Chats are
     formatted by the tokenizer's chat template instead. Markers such as `<|im_start|>` in this template are ordinary
     text, unless `special_tokens` is "parse"."""
     system: Annotated[Annotated[str, Field(min_length=1)] | None, Since("0.1.0", before=None)] = None
-    """System message added at the start of each chat that has none. If set, a plain-text prompt becomes a chat with one
-    user message."""
+    """System message that is added at the start of each chat without one. A plain-text prompt then becomes a chat: this
+    system message and one user message."""
     limit: Positive | None = None
     """Maximum number of problems to read from each file."""
 
@@ -249,22 +249,22 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
 
     @property
     def has_rubrics(self) -> bool:
-        """Whether every problem has a rubric."""
+        """Whether every problem has a rubric, because `rubric_column` is set."""
         return self.rubric_column is not None
 
     @property
     def required_answer_columns(self) -> tuple[str, ...]:
-        """Columns from which the reference answer is read. Empty if there are no answers."""
+        """Names of the columns from which the reference answer is read. Empty if no answers are read."""
         return self.answer_columns or tuple(filter(None, (self.answer_column,)))
 
     @property
     def has_answers(self) -> bool:
-        """Whether a column with reference answers is configured."""
+        """Whether every problem has a reference answer, because a column of answers is configured."""
         return bool(self.answer_columns) or self.answer_column is not None
 
 
 class FileData(ProblemFile, DataSource):
-    """Problems from a file of JSON, CSV, Parquet or Arrow."""
+    """Problems from one file or folder of JSON, CSV, Parquet or Arrow."""
 
     implementation = "models.data.files:file_problems"
     referenced_files = "models.data.image_files:image_files"
@@ -274,15 +274,15 @@ class FileData(ProblemFile, DataSource):
 
 
 class WeightedFile(ProblemFile):
-    """One file of a mixture, read in the same way as a file of `kind = "file"`."""
+    """One file of a mixture, with the same settings as a file of `kind = "file"`, and its weight."""
 
     weight: Annotated[float, Field(gt=0)] = 1
-    """Share of this file in the prompts of iterations, relative to the weights of the other files."""
+    """Weight of this file: the share of prompts in an iteration that come from it is this weight divided by the sum of
+    all weights."""
 
 
 class MixtureData(DataSource):
-    """Problems from several files. Iterations sample from the files by weight, independent of the number of problems in
-    each.
+    """Problems from several files. Iterations sample from the files by weight, whatever the number of problems in each.
 
     Each file has its own random order and is repeated as often as needed. Warm-up uses every problem equally often.
     """
@@ -293,7 +293,7 @@ class MixtureData(DataSource):
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
-    """Files of the mixture, each with its weight. Held-out problems of all files are mixed by the same weights."""
+    """Files of the mixture, each with its weight. The held-out problems of all files are mixed by the same weights."""
 
     @model_validator(mode="after")
     def _require_same_pixels(self) -> Self:
@@ -313,18 +313,18 @@ class MixtureData(DataSource):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Configured weight of each file."""
+        """Configured weight of each file, in order."""
         return tuple(source.weight for source in self.sources)
 
     @property
     def pixels(self) -> PixelLimits:
-        """Minimum and maximum image size, which is the same for all files."""
+        """Minimum and maximum image size in pixels, which must be the same for all files."""
         return self.sources[0].pixels
 
 
 class DeduplicatedData(DataSource):
-    """Problems from files, without training problems that are nearly equal to a held-out problem according to a
-    retriever."""
+    """Problems from files, except the training problems that are nearly equal to a held-out problem. A retriever (text
+    embedding model) measures the similarity."""
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
     referenced_files = "models.retrieval.deduplicated:find_referenced_images"
@@ -333,13 +333,13 @@ class DeduplicatedData(DataSource):
 
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
-    """Source of the problems before near-duplicates are excluded."""
+    """Source of the problems from which near-duplicates are then excluded."""
     retriever: ModelLocation
-    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name, or a name on the Hub
-    (docs/retrieval.md)."""
+    """Retriever that measures the similarity: directory of a sentence-transformers model, on this machine or at
+    s3://bucket/name, or a name on the Hugging Face Hub (docs/retrieval.md)."""
     similarity: Annotated[float, Field(gt=0, le=1), RenamedFrom("bound")] = 0.95
-    """Threshold of the cosine similarity. Training problems that are at least this similar to a held-out prompt are
-    excluded."""
+    """Cosine similarity from which a training problem is excluded, if a held-out prompt is that similar to its
+    prompt."""
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
@@ -357,22 +357,22 @@ class DeduplicatedData(DataSource):
 
     @property
     def has_answers(self) -> bool:
-        """Whether the wrapped source has reference answers."""
+        """Whether every problem of `source` has a reference answer."""
         return self.source.has_answers
 
     @property
     def has_rubrics(self) -> bool:
-        """Whether the problems of the wrapped source have rubrics."""
+        """Whether every problem of `source` has a rubric."""
         return self.source.has_rubrics
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Sampling weight of each part of the wrapped source."""
+        """Sampling weight of each part of the problems of `source`, such as each file of a mixture."""
         return self.source.weights
 
     @property
     def pixels(self) -> PixelLimits:
-        """Minimum and maximum image size of the wrapped source."""
+        """Minimum and maximum size, in pixels, of the images of `source`."""
         return self.source.pixels
 
 

@@ -15,25 +15,25 @@ from models.config.hub_datasets import HubDatasetChoice
 
 
 class Preferences(Variant):
-    """Fields common to all sources of preferences (pairs of a better and a worse completion). `implementation` names a
-    `models.data.preferences.PreferenceSource`."""
+    """Fields common to all sources of preference pairs (a better and a worse completion of the same prompt).
+    `implementation` names a `models.data.preferences.PreferenceSource`."""
 
     reading_reporter: ClassVar[str] = ""
-    """`pkg.mod:function` that reports how this kind reads files, a `models.data.reading.ReadingReporter`. Empty if
-    it reads no files."""
+    """Import path `pkg.mod:function` of a `models.data.reading.ReadingReporter`, which reports how this source reads
+    its files. Empty if the source reads no files."""
 
     @property
     def drops_long_pairs(self) -> bool:
-        """Whether pairs that are longer than the model's context are left out."""
+        """Whether pairs that are longer than the model's context are left out instead of ending the run."""
         return False
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield one line per reason why these preferences cannot be used with the problems of `data`."""
+        """Yield one message for each reason why these preferences cannot be used with the problems of `data`."""
         yield from ()
 
 
 class ArithmeticPreferences(Preferences):
-    """Pairs built from arithmetic problems, with a correct completion as the better and a wrong one as the worse."""
+    """Pairs built from arithmetic problems: the better completion is correct, the worse one is wrong."""
 
     implementation = "models.data.preferences:arithmetic_preferences"
 
@@ -41,11 +41,11 @@ class ArithmeticPreferences(Preferences):
     train_pairs: Positive = 8192
     """Number of training pairs."""
     heldout_pairs: Positive = 256
-    """Number of pairs from held-out problems, on which pair accuracy is measured."""
+    """Number of pairs built from held-out problems, on which the accuracy of preferences is measured."""
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield a conflict if the data source does not generate arithmetic problems, because wrong answers are then
-        unknown."""
+        """Yield a message if the data source does not generate arithmetic problems, because wrong answers are then not
+        known."""
         if not data.makes_pairs:
             yield (
                 f"preferences.kind = 'arithmetic' builds pairs from arithmetic problems, but data.kind is "
@@ -54,35 +54,35 @@ class ArithmeticPreferences(Preferences):
 
 
 class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
-    """Preference pairs from a file, or from a folder of files."""
+    """Preference pairs read from a file or from a folder of files."""
 
     implementation = "models.data.preferences:file_preferences"
     reading_reporter = "models.data.preferences:report_file"
 
     kind: Literal["file"] = "file"
     path: DataLocation
-    """File or folder of training pairs, on this machine, at s3://bucket/name, or the name of a
-    dataset on the Hugging Face Hub, in the formats of `[data]`."""
+    """File or folder of training pairs, on this machine or at s3://bucket/name, in a format that `[data]` reads. Or the
+    name of a dataset on the Hugging Face Hub."""
     heldout_path: DataLocation | None = None
     """File or folder of evaluation pairs. If not set, `heldout_fraction` of the training pairs is kept."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
+    """Share of pairs kept for evaluation if there is no second file. A hash of the prompt selects the pairs."""
     chosen_column: str = "chosen"
-    """Column with the better completion: a text, a message of the assistant, or a chat that ends with it. Both
-    completions may begin with the prompt."""
+    """Column with the better completion: a text, a message of the assistant, or a chat that ends with such a message.
+    Both completions of a pair may begin with the prompt."""
     rejected_column: str = "rejected"
-    """Column with the worse completion."""
+    """Column with the worse completion, in the same form as the better one."""
     drop: Annotated[tuple[DropReason, ...], Since("0.2.0", before=())] = ()
-    """Rows that are left out and counted, instead of refusing the file: "ties" (equal completions, or equal scores in
-    the columns `score_chosen` and `score_rejected`, or a `margin` of 0), "empty" (a blank or missing prompt, message or
-    completion), "too_long" (more tokens than the model's context), and "mismatched" (two completions of different
-    prompts)."""
+    """Kinds of rows that are left out and counted, instead of refusing the file: "ties" (equal completions, or equal
+    scores in the columns `score_chosen` and `score_rejected`, or a `margin` of 0), "empty" (a blank or missing prompt,
+    message or completion), "too_long" (more tokens than the model's context), and "mismatched" (two completions of
+    different prompts)."""
     template: str = "{prompt}"
-    """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column."""
+    """Template into which a plain-text prompt is inserted; `{prompt}` is replaced by the text of the column."""
 
     @property
     def drops_long_pairs(self) -> bool:
-        """Whether `drop` contains "too_long"."""
+        """Whether pairs that are longer than the model's context are left out, because `drop` contains "too_long"."""
         return "too_long" in self.drop
 
 

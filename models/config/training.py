@@ -17,50 +17,54 @@ TrainedTurns = Literal["assistant", "last", "all"]
 
 
 class WarmupConfig(Settings):
-    """Settings for supervised warm-up (SFT), before the first iteration."""
+    """Settings for supervised training (SFT) before the first iteration, called warm-up."""
 
     steps: Positive = 1200
     """Number of optimizer steps."""
     batch_size: Positive = 32
-    """Sequences per optimizer step."""
+    """Number of sequences per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-2
     """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
     1e-5 for pretrained policies."""
     worked_answer_fraction: Annotated[Fraction, RenamedFrom("worked_fraction")] = 0.3
-    """Share of examples that train on the worked answer (with its reasoning), among problems that have one. The other
-    examples train on an answer without reasoning, which is a random guess. Problems of files have no worked answers, so
-    their examples always train on the reference answer. The plan says if the share has no effect."""
+    """Share of examples that train on the worked answer (the answer with its reasoning), for problems that have one.
+    The other examples train on an answer without reasoning, which is a random guess. Problems of files have no worked
+    answers, so their examples always train on the reference answer. `rheostat plan` says if this setting has no
+    effect."""
 
 
 class ChatTraining(ChatColumns, FileRules):
-    """Whole chats from a file, on which the warm-up trains the policy instead of on the answers of the problems."""
+    """Chats from a file on which warm-up trains the policy (SFT), instead of on the answers of the problems."""
 
     referenced_files: ClassVar[str] = "models.data.image_files:image_files"
-    """`pkg.mod:function` that yields the image files that the rows name."""
+    """Import path `pkg.mod:function` that yields the paths of the image files that the rows of the file name."""
 
     path: Location
     """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads."""
     heldout_path: Location | None = None
-    """File of chats on which the loss is measured. If not set, `heldout_fraction` of the training file is held out."""
+    """File of chats on which the loss is measured but not trained. If not set, `heldout_fraction` of the chats in
+    `path` is used."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of chats that are held out if there is no second file, selected by a hash of the messages before the first
-    turn of the assistant. With 0, no loss is measured on held-out chats."""
+    """Share of chats that are held out for measuring the loss if there is no second file. A hash of the messages before
+    the first turn of the assistant selects them. With 0, the loss is not measured on held-out chats."""
     messages_column: str = "messages"
     """Column with the messages of a chat, including the turns of the assistant to train on: `role` and `content`
     (OpenAI), or `from` and `value` (ShareGPT)."""
     images_column: str | None = None
-    """Column with the images of a chat, in the order of their placeholders. Not set means that chats have no images."""
+    """Column with the images of a chat, in the order of their placeholders in the messages. If not set, chats have no
+    images."""
     images_root: Location | None = None
     """Directory to which the paths of images are relative. The default is the directory of the file."""
     loss: TrainedTurns = "assistant"
-    """Tokens that are trained: "assistant" trains all turns of the assistant, "last" only the last one, and "all"
-    every token except the first one."""
+    """Tokens on which the loss is computed: "assistant" uses all turns of the assistant, "last" only the last one, and
+    "all" every token except the first one."""
     packing: bool = False
-    """Whether chats of different lengths share a forward pass without padding. A chat never attends to another one, so
-    losses and gradients are the same as without packing. Architectures in which tokens are combined outside of
-    attention, such as state-space layers, are refused."""
+    """Whether several chats are packed into one row of a batch instead of padding each to the same length. A chat never
+    attends to another one, so losses and gradients are the same as without packing. Architectures that combine tokens
+    outside of attention, such as state-space layers, are refused."""
     epochs: Positive | None = None
-    """Number of passes over the training chats, rounded up to whole steps. If set, it replaces `warmup.steps`."""
+    """Number of passes over the training chats, rounded up to whole optimizer steps. If set, it replaces
+    `warmup.steps`."""
     on_too_long: Literal["refuse", "drop"] = "refuse"
     """Action for chats that are longer than the policy's context: "refuse" ends the run before it begins, "drop" leaves
     them out and records their number."""
@@ -71,7 +75,7 @@ class PolicyWarmup(WarmupConfig):
     chats."""
 
     chats: Annotated[ChatTraining | None, Since("0.2.0", before=None)] = None
-    """Whole chats to train on. If not set, the warm-up trains on the answers of the problems."""
+    """Chats on which warm-up trains. If not set, warm-up trains on the answers of the problems."""
 
     @model_validator(mode="after")
     def _check_chats(self) -> Self:
@@ -88,13 +92,14 @@ class PolicyWarmup(WarmupConfig):
         return self
 
     def for_chats(self, num_chats: int) -> Self:
-        """Return the settings with the number of steps for a number of training chats."""
+        """Return the settings with `steps` computed from `chats.epochs` for this number of training chats. Unchanged if
+        `chats.epochs` is not set."""
         if self.chats is None or self.chats.epochs is None:
             return self
         return self.model_copy(update={"steps": ceil(self.chats.epochs * num_chats / self.batch_size)})
 
     def describe(self) -> str:
-        """Return the length of the training in words, such as `1,200 steps of 32 examples`."""
+        """Return the length of the training as text for `rheostat plan`, such as `1,200 steps of 32 examples`."""
         if self.chats is None:
             return f"{self.steps} steps of {self.batch_size} examples"
         length = f"{self.steps:,} steps" if self.chats.epochs is None else f"{self.chats.epochs:,} epochs"
@@ -103,36 +108,37 @@ class PolicyWarmup(WarmupConfig):
 
 
 class DpoConfig(Settings):
-    """Direct preference optimization of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
+    """Settings for direct preference optimization of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
 
     steps: Positive = 200
     """Number of optimizer steps."""
     batch_size: Positive = 32
-    """Pairs per optimizer step."""
+    """Number of preference pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
     5e-7 for pretrained policies."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the KL constraint, β in the paper. Larger values keep the policy closer to its start."""
+    """Strength of the KL constraint, β in the paper. Larger values keep the policy closer to the one with which DPO
+    starts."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of pairs whose preference is wrongly labeled (conservative DPO)."""
+    """Probability with which the preference of a pair is assumed to be labeled wrongly (conservative DPO)."""
 
 
 # ---- evaluation
 class HeldoutConfig(Settings):
-    """Settings for an evaluation on held-out problems: their number, and the sampling of completions."""
+    """Settings for an evaluation on held-out problems: how many problems, and how their completions are sampled."""
 
     problems: Positive = 256
-    """Maximum number of held-out problems. The first ones are used."""
+    """Maximum number of held-out problems. If there are more, the first ones are used."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 is greedy decoding."""
     samples: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Number of completions per problem. Their mean reward is reported. If all rewards are 0 or 1, pass@k is reported
-    too."""
+    """Number of completions per problem. The mean of their rewards is reported, and pass@k if all rewards are 0 or
+    1."""
 
     def find_conflicts(self, denoising: DenoisingConfig | None) -> Iterator[str]:
-        """Yield a reason if all samples of a problem would be equal, because decoding is greedy. Pictures are exempt,
-        because each starts from different noise."""
+        """Yield a message if several completions per problem are configured with greedy decoding, because they would
+        all be equal. Pictures (`denoising` is set) are exempt, because each starts from different noise."""
         if self.samples > 1 and self.temperature == 0 and denoising is None:
             yield (
                 f"samples is {self.samples}, but at temperature 0 all completions of a problem are equal. Raise "
@@ -141,27 +147,28 @@ class HeldoutConfig(Settings):
 
 
 class EvaluationConfig(HeldoutConfig):
-    """Held-out evaluation before, during and after a run."""
+    """Settings for the evaluation on held-out problems before, during and after a run."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Interval between evaluations, in iterations. With 0, only the initial and the final policy are evaluated."""
+    """Number of iterations between two evaluations. With 0, only the initial and the final policy are evaluated."""
     steps: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Denoising steps for a text-to-image policy. The default is the number used in rollouts."""
+    """Number of denoising steps for a text-to-image policy. The default is the number used in rollouts."""
 
     def is_due(self, number: int) -> bool:
-        """Return whether the policy after `number` iterations is evaluated. The final policy is evaluated in any
-        case."""
+        """Return whether the policy is evaluated after `number` iterations. The final policy is always evaluated,
+        whatever this returns."""
         return number == 0 or (self.every > 0 and number % self.every == 0)
 
 
 class RetentionConfig(Settings):
-    """Policy versions and rollouts whose files are kept. Manifests are never deleted."""
+    """Settings for how long the files of policy versions and rollouts are kept. Manifests, which describe the files,
+    are never deleted."""
 
     keep_last: Annotated[int, Field(ge=2)] = 2
-    """Number of newest policy versions whose files are kept. Resuming needs two."""
+    """Number of newest policy versions whose files are kept. Resuming a run needs two."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Interval of policy versions whose files are kept permanently. With 0, only the first and the newest versions are
-    kept."""
+    """Interval, in versions, of the policy versions whose files are kept for good. With 0, only the first and the
+    newest versions are kept."""
     rollouts_keep_last: Annotated[int, Field(ge=0)] = 0
-    """Number of newest iterations whose rollouts, scores and samples are kept. Files that resuming needs are always
-    kept. With 0, all iterations keep them."""
+    """Number of newest iterations whose rollouts, scores and samples are kept. Files that are needed for resuming are
+    kept in any case. With 0, the files of all iterations are kept."""

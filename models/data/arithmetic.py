@@ -31,7 +31,8 @@ LARGEST_STEP = 5
 
 
 def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split. Questions are distinct, and the same seed gives the same list.
+    """Generate the word problems of a split ("train" or "heldout"). Questions are distinct, and the same seed gives the
+    same list.
 
     Raises BadInput if there are not enough different questions.
     """
@@ -50,14 +51,15 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One change of the count in a word problem: its sign (1 or -1) and its amount."""
+    """One purchase, sale, find or loss in a word problem, which changes the number of things."""
 
     sign: int
     amount: int
 
 
 def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
-    """Sample one word problem, with its worked solution (the reference answer after intermediate steps)."""
+    """Sample one word problem with its worked solution, which contains the intermediate steps and ends in the reference
+    answer."""
     start = rng.randint(1, LARGEST_TOTAL)
     steps = list(_sample_steps(rng, start, operations))
     deeds = ", ".join(f"{rng.choice(GAINS if step.sign > 0 else LOSSES)} {step.amount}" for step in steps)
@@ -72,7 +74,7 @@ def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
 
 
 def _sample_steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
-    """Sample `operations` changes of a count that begins at `start` and stays between 0 and `LARGEST_TOTAL`."""
+    """Sample `operations` changes of a total that begins at `start` and stays between 0 and `LARGEST_TOTAL`."""
     total = start
     for _ in range(operations):
         signs = [sign for sign in (1, -1) if 0 <= total + sign <= LARGEST_TOTAL]
@@ -93,12 +95,14 @@ _BROKEN_SHARE: Final = 0.1  # share of the wrong completions that contain no ans
 
 
 def right_completion(problem: Problem, rng: Random) -> str:
-    """Return a correct completion. If a worked solution is known, half of the completions include its steps."""
+    """Return a correct completion for training a judge. If the problem has a worked solution, half of the completions
+    include its steps."""
     return _maybe_drop_steps(problem.worked or problem.answer, rng)
 
 
 def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Return a completion with a wrong answer, or one that stops before the answer."""
+    """Return a wrong completion for training a judge or as the worse one of a preference pair: one with a wrong answer,
+    or one that stops before the answer. `problems` contains other problems, whose answers may be used."""
     if rng.random() < _BROKEN_SHARE:
         return _cut_before_answer(problem, rng)
     draw = rng.random()
@@ -111,10 +115,10 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
 
 
 def _maybe_drop_steps(solution: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
-    """Return a worked solution, half of the time reduced to its answer.
+    """Return a worked solution unchanged or, half of the time, only its answer.
 
-    Training on short texts carries over to long texts. `counts` are the matches of the counts in the solution before
-    its answer was changed, because they cannot be found afterwards.
+    Short texts are included because training on them carries over to long texts. `counts` are the counts that
+    `_find_counts` found before the answer of the solution was changed, because they cannot be found afterwards.
     """
     steps = list(_STEP.finditer(solution)) or _find_counts(solution) or counts
     if not steps or rng.random() >= 0.5:
@@ -124,7 +128,7 @@ def _maybe_drop_steps(solution: str, rng: Random, counts: Sequence[re.Match[str]
 
 
 def _cut_before_answer(problem: Problem, rng: Random) -> str:
-    """Return the worked solution or answer, cut at a random place before its last number."""
+    """Return the worked solution or the answer, cut at a random place before its last number."""
     text = problem.worked or problem.answer
     numbers = list(_NUMBER.finditer(text))
     end = numbers[-1].start() if numbers else 0
@@ -132,10 +136,11 @@ def _cut_before_answer(problem: Problem, rng: Random) -> str:
 
 
 def _use_other_reading(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Return the worked solution for another picture if the problem counts shapes, in two of three cases. Else return
-    an empty string.
+    """Return the worked solution of another picture, in two of three cases, if the problem counts the shapes in a
+    picture. Return an empty string otherwise.
 
-    Its answer would be wrong for this picture, so a policy that copies the result without looking is wrong.
+    This solution is wrong for the problem's own picture, so a model that accepts its result without using the picture
+    makes a mistake.
     """
     if problem.worked is None or _STEP.search(problem.worked) or rng.random() < 1 / 3:
         return ""
@@ -144,8 +149,8 @@ def _use_other_reading(problem: Problem, problems: Sequence[Problem], rng: Rando
 
 
 def _change_one_step(solution: str, rng: Random) -> str:
-    """Return the solution with the result of one step changed and all later steps recomputed, so that the answer is
-    wrong too."""
+    """Return the worked solution with the result of one step changed. All later steps are recomputed from this result,
+    so the answer is wrong too."""
     steps = list(_STEP.finditer(solution))
     if not steps:
         return _change_one_count(solution, rng)
@@ -163,17 +168,19 @@ def _change_one_step(solution: str, rng: Random) -> str:
 
 
 def _find_counts(solution: str) -> list[re.Match[str]]:
-    """Return the matches of the running counts in a worked solution for a picture.
+    """Return the matches of the counts in a worked solution that counts the shapes in a picture. Such a solution lists
+    the picture's cells, each with the number of shapes found so far: `.0 O1 S1 #### 1`.
 
-    Returns an empty list if the answer is not the last count.
+    Returns an empty list if the answer is not the last count, as in other problems and in solutions with a changed
+    answer.
     """
     matches = list(_COUNT.finditer(solution))
     return matches if matches and solution.rpartition(" ")[2] == matches[-1][0] else []
 
 
 def _change_one_count(solution: str, rng: Random) -> str:
-    """Return the solution with one shape counted too many or too few and all later counts recomputed, so that the
-    answer is wrong too."""
+    """Return a worked solution for a picture in which one shape is counted too many or too few. All later counts are
+    recomputed, so the answer is wrong too."""
     matches = _find_counts(solution)
     counts = [int(each[0]) for each in matches]
     shape_indices = [at for at, each in enumerate(matches) if each[1] != "."]
@@ -187,8 +194,8 @@ def _change_one_count(solution: str, rng: Random) -> str:
 
 
 def _replace_last_number(text: str, rng: Random) -> str:
-    """Return the text with its last number replaced by a different one of similar size. A text without numbers gets the
-    prefix "not"."""
+    """Return the text with its last number replaced by another number of similar size. If there is no number, prepend
+    "not"."""
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return f"not {text}"
@@ -201,5 +208,5 @@ def _replace_last_number(text: str, rng: Random) -> str:
 
 
 def _sample_nearby_numbers(number: int, limit: int, rng: Random) -> list[int]:
-    """Return candidates to replace `number` with: four random numbers from 0 to `limit`, and `number` + 1."""
+    """Return candidates for replacing `number`: four random numbers from 0 to `limit`, and `number` + 1."""
     return [rng.randint(0, limit) for _ in range(4)] + [number + 1]

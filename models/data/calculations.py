@@ -26,7 +26,8 @@ SMALLEST, LARGEST = 2, 20
 
 
 def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split. Questions are distinct, and the same seed gives the same list.
+    """Generate the calculation problems of a split ("train" or "heldout"). Questions are distinct, and the same seed
+    gives the same list.
 
     Raises BadInput if there are not enough different questions.
     """
@@ -42,7 +43,8 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
 
 
 def _sample_problem(rng: Random, *, source: str) -> Problem:
-    """Sample one problem with the turns of its solution."""
+    """Sample one problem. Its worked solution consists of a turn that calls the calculator, the reply, and a turn with
+    the answer."""
     sign = rng.choice(list(QUESTIONS))
     left, right = (rng.randint(SMALLEST, LARGEST) for _ in range(2))
     if sign == "-":

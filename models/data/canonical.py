@@ -14,7 +14,8 @@ from typing import Final
 from pydantic import JsonValue
 
 MAX_DIGITS: Final = 400
-"""Maximum number of zeros that `write_number` writes before or after the digits. No float needs more."""
+"""Largest absolute decimal exponent for which `write_number` writes a number without an exponent. No float exceeds
+it."""
 _BOOLEANS: Final = {"True": True, "true": True, "False": False, "false": False}
 
 
@@ -24,12 +25,13 @@ _OUTER: Final = re.compile(rf"^(?:\s|{_INVISIBLE.pattern})+|(?:\s|{_INVISIBLE.pa
 
 
 def canonicalize_text(text: str) -> str:
-    """Return a text in Unicode normalization form C without outer white space and outer characters without a width."""
+    """Return a text in Unicode normalization form C. White space and invisible characters are removed at both ends."""
     return _OUTER.sub("", unicodedata.normalize("NFC", text))
 
 
 def fold_text(text: str) -> str:
-    """Return a text without differences in letter case, white space, Unicode normalization and invisible characters.
+    """Return a text in a form that is equal for texts that differ only in letter case, white space, Unicode
+    normalization or invisible characters.
 
     Example: two texts that differ only in a line break or in "Café" and "CAFÉ" are folded to the same text. Full-width
     letters and ligatures are folded to plain letters.
@@ -39,7 +41,8 @@ def fold_text(text: str) -> str:
 
 
 def drop_absent(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return columns without null values and null fields, at every depth, and with integral floats as integers."""
+    """Return columns without null values and null fields, at every depth. Floats with an integral value become
+    integers."""
     return {name: _drop_nulls(value) for name, value in columns.items() if value is not None}
 
 
@@ -56,7 +59,7 @@ def _drop_nulls(value: JsonValue) -> JsonValue:
 
 
 def canonicalize_columns(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the columns of a row with the values that they would have in a JSON file, whatever the format of the file.
+    """Return the columns of a row with the values that they would have if they came from a JSON file.
 
     Because CSV stores only text, a text that looks like a number or a truth value becomes that value. Empty texts and
     nulls are removed.
@@ -66,7 +69,8 @@ def canonicalize_columns(columns: Mapping[str, JsonValue]) -> dict[str, JsonValu
 
 
 def _read_scalar(text: str) -> JsonValue:
-    """Return the number or truth value if the text is exactly as Python writes it, else the text."""
+    """Return the number or truth value that a text contains, if Python would write the value in exactly this way.
+    Return the text itself otherwise."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     for kind in (int, float):
@@ -80,8 +84,8 @@ def _read_scalar(text: str) -> JsonValue:
 
 
 def map_texts(value: JsonValue, convert: Callable[[str], str]) -> JsonValue:
-    """Return a part of a chat or of columns after applying `convert` to every text in it. A list of only text parts
-    counts as one text."""
+    """Return a part of a chat or of a row's columns with `convert` applied to every text in it. A list of content parts
+    of type "text" is joined to one text."""
     match value:
         case str():
             return convert(value)

@@ -19,21 +19,22 @@ from models.data.tables import describe_missing_column
 
 @dataclass(frozen=True, slots=True)
 class ProblemColumns:
-    """Settings for reading a file of problems, with the recognized columns."""
+    """Settings with which a file of problems is read. Columns that were recognized replace the default ones."""
 
     file: ProblemFile
     note: str = ""
-    """Sentence for the plan about what was recognized. Empty if the configured columns are read as they are."""
+    """Sentence for `rheostat plan` about the recognized shape of the file. Empty if the configured columns are read."""
     answers_in_chats: bool = False
-    """Whether the last message of each chat, by the assistant, is the reference answer."""
+    """Whether the reference answer of a row is the last message of its chat, which is by the assistant."""
 
 
 def find_problem_columns(path: Path, data: ProblemFile) -> ProblemColumns:
     """Return the settings with which the problems of a file are read.
 
-    Configured columns are always read. If the file lacks the default column of prompts, whole chats are recognized. If
-    the file also lacks the default column of answers, the last message of the assistant is the answer. Raises BadInput,
-    with the columns and the two keys to set, for other files that lack the default column of prompts.
+    Configured columns are always read. If the file lacks the default prompt column, a column with whole chats is
+    searched. If the file also lacks the default answer column, the last message of the assistant is the answer. Raises
+    BadInput, with the file's columns and the two keys to set, if the default prompt column is missing and there are no
+    chats.
     """
     columns, rows = peek_rows(path)
     if not columns:
@@ -59,7 +60,8 @@ def find_problem_columns(path: Path, data: ProblemFile) -> ProblemColumns:
 
 
 def split_answer(place: str, row: Mapping[str, object], data: ProblemFile) -> Mapping[str, object]:
-    """Return a row in which the last message of the chat, by the assistant, is the reference answer.
+    """Move the last message of a row's chat, which must be by the assistant, to the column of reference answers.
+    `place` names the row in messages.
 
     Raises BadInput if the chat does not end with a message of the assistant.
     """
@@ -78,7 +80,7 @@ def split_answer(place: str, row: Mapping[str, object], data: ProblemFile) -> Ma
 
 
 def _refuse_problems(path: Path, columns: Sequence[str], shape: Shape) -> BadInput:
-    """Return the error for a file without the column of prompts in which no chats were recognized."""
+    """Return the error for a file that lacks the prompt column and has no column with chats."""
     name = format_path(path)
     if shape.kind in ("pairs", "ranked"):
         return BadInput(
@@ -102,24 +104,25 @@ PairForm = Literal["pairs", "ranked"]
 
 @dataclass(frozen=True, slots=True)
 class PairColumns:
-    """Settings for reading a file of preferences, with the recognized columns."""
+    """Settings with which a file of preference pairs is read. Columns that were recognized replace the default ones."""
 
     file: FilePreferences
     form: PairForm = "pairs"
-    """Whether a row has two completions, or a list of completions with scores."""
+    """Form of a row: "pairs" if it has two completions, "ranked" if it has a list of completions with scores."""
     has_prompts: bool = True
-    """Whether the file has a column of prompts. If not, both completions begin with the prompt."""
+    """Whether the file has a prompt column. If not, both completions of a row begin with the prompt."""
     completions_column: str = ""
-    """Column with the list of completions, if there is one."""
+    """Column with the list of completions if `form` is "ranked", else empty."""
     note: str = ""
-    """Sentence for the plan about what was recognized. Empty if the configured columns are read as they are."""
+    """Sentence for `rheostat plan` about the recognized shape of the file. Empty if the configured columns are read."""
 
 
 def find_pair_columns(path: Path, config: FilePreferences) -> PairColumns:
-    """Return the settings with which the pairs of a file are read.
+    """Return the settings with which the preference pairs of a file are read.
 
-    Configured columns are always read. Raises BadInput if the file contains unpaired completions with labels, or, with
-    the columns and the two keys to set, if it has neither completions nor lists of completions.
+    Configured columns are always read. Raises BadInput if the file contains single completions with labels instead of
+    pairs. Raises BadInput, with the file's columns and the two keys to set, if it has neither the two completions nor
+    lists of completions.
     """
     columns, rows = peek_rows(path)
     if not columns:

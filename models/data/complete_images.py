@@ -13,25 +13,28 @@ from PIL import ImageChops, ImageFile
 from models.vision.color_conversion import open_image
 
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Number of channels of each color type of PNG files."""
+"""Number of channels of a pixel, by the color type in the header of a PNG file."""
 _PASSES: Final = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-"""First column, first row, and distances of columns and rows in each pass of an interlaced PNG file."""
+"""Pixels of each pass of an interlaced PNG file: first column, first row, distance of columns, distance of rows."""
 _PIECE: Final = 2**20
-"""Number of bytes that are decompressed at a time."""
+"""Maximum number of bytes that are decompressed at a time."""
 _BLOCK: Final = 8
-"""Width and height in pixels of the blocks of a JPEG file."""
+"""Width and height in pixels of the blocks that a JPEG file consists of."""
 _SMALL: Final = 2**16
-"""Maximum number of pixels of a JPEG file that is always decoded again."""
+"""Number of pixels up to which a JPEG file is always checked by decoding it again."""
 _FLAT: Final = 8
-"""Maximum difference of the gray levels in a block without details, also if its colors were interpolated."""
+"""Maximum difference between the gray levels of a block that counts as having no details. Such a block may be missing,
+because decoders fill missing blocks with one color."""
 _END: Final = b"\xff\xd9"
-"""Marker at the end of a JPEG file."""
+"""Marker with which a JPEG file ends."""
 _PROBE: Final = b"\0" + b"".join(bytes(range(1, 255)) + bytes([255, 0xD0 + number % 8]) for number in range(64))
-"""Bytes with restart markers that replace the end of a JPEG file. They only change pixels if pixels were missing."""
+"""Bytes with restart markers that replace the end of a JPEG file. They change decoded pixels only if pixels were
+missing."""
 
 
 def find_missing_data(encoded: bytes) -> str | None:
-    """Return what is missing in an image file that Pillow can decode, as the end of a message, or None."""
+    """Return a description of the data that an image file lacks although Pillow can decode it, as the end of a message.
+    Return None if the file is complete."""
     with open_image(encoded) as image:
         if image.format == "PNG":
             return _find_missing_rows(encoded)
@@ -60,7 +63,8 @@ def _find_missing_rows(encoded: bytes) -> str | None:
 
 
 def _iterate_chunks(encoded: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the name and the content of each complete chunk of a PNG file, up to its end."""
+    """Yield the name and the content of each chunk of a PNG file, up to its end. A chunk that is cut off is not
+    yielded."""
     place = 8
     while place + 12 <= len(encoded):
         length = int.from_bytes(encoded[place : place + 4])
@@ -74,8 +78,8 @@ def _iterate_chunks(encoded: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _count_bytes(header: bytes) -> int:
-    """Return the number of bytes that the rows of a PNG file have before compression. Each row has one more byte for
-    its filter."""
+    """Return the size in bytes that the rows of a PNG file have before compression, according to its header chunk. Each
+    row has one additional byte that names its filter."""
     width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
     bits, color, interlaced = header[8], header[9], header[12]
     num_bytes = 0
@@ -90,7 +94,7 @@ def _count_bytes(header: bytes) -> int:
 
 
 def _ends_early(image: ImageFile.ImageFile, encoded: bytes) -> bool:
-    """Return whether pixels of a JPEG file are missing.
+    """Return whether pixels are missing at the end of a JPEG file.
 
     The file is decoded again with other bytes in place of its end, which change pixels if data is missing. Decoders
     fill missing blocks of a sequential file with one color, so large files with details in the last block are not

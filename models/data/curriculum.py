@@ -22,20 +22,21 @@ from models.records.seeds import derive_seed
 
 
 class Cursor(Settings):
-    """Position in the endless stream of prompts, stored by the seal of each iteration.
+    """Position in the endless stream of prompts. The commit that ends an iteration (its seal) stores it.
 
-    Resuming from the last seal therefore neither skips nor repeats prompts.
+    A run that resumes from the last seal therefore neither skips nor repeats prompts.
     """
 
     position: int = 0
-    """Number of prompts taken from the stream, which were either issued or added to `returned`."""
+    """Number of prompts that were taken from the stream. Each was issued to an iteration or added to `returned`."""
     returned: tuple[int, ...] = ()
-    """Rows to issue, in this order, before the stream continues. A row may stay here for more than one epoch."""
+    """Row indices of prompts to issue, in this order, before the stream continues. A row may stay here for more than
+    one epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive prompt rows with a common sampling weight, such as the rows of one file of a mixture."""
+    """Consecutive prompt rows with the same sampling weight, such as the rows of one file of a mixture."""
 
     rows: range
     weight: float
@@ -44,7 +45,7 @@ class Part:
 def take_rows(
     cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int, parts: Sequence[Part] = ()
 ) -> tuple[tuple[int, ...], Cursor]:
-    """Return the next `count` distinct rows, and the cursor after them.
+    """Return the indices of the next `count` distinct prompt rows, and the cursor after them.
 
     Rows in `taken`, which the iteration already uses, are not issued again in this iteration. If the stream yields such
     a row, it is added to `returned` and issued later. With `parts`, rows are sampled from the parts by weight. Raises
@@ -80,12 +81,13 @@ def take_rows(
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:
-    """Return a cursor that issues these rows again, after the rows that are already in `returned`."""
+    """Return a cursor that issues these prompt rows again, after the rows that are already in `returned`."""
     return Cursor(position=cursor.position, returned=(*cursor.returned, *rows))
 
 
 def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
-    """Yield prompt rows in a random order that changes every epoch, beginning at `position` of the endless stream."""
+    """Yield the indices of prompt rows from `position` of the endless stream on. Each epoch issues all rows in another
+    random order."""
     epoch, offset = divmod(position, num_prompts)
     while True:
         yield from _permutation(epoch, num_prompts=num_prompts, seed=seed)[offset:]
@@ -93,7 +95,8 @@ def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
 
 
 def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
-    """Return the random order in which an epoch issues all rows. It depends only on the seed and the epoch."""
+    """Return the random order in which an epoch issues all prompt rows. The order depends only on the seed and the
+    epoch."""
     generator = np.random.Generator(np.random.Philox(derive_seed(seed, "epoch", epoch)))
     rows: list[int] = generator.permutation(num_prompts).tolist()
     return rows
@@ -105,7 +108,7 @@ _AHEAD: Final = 2**8  # number of positions that are computed at once; an iterat
 
 
 def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int]:
-    """Yield rows of the stream that mixes several parts, beginning at a position.
+    """Yield the indices of prompt rows from a position of the stream that mixes several parts by their weights.
 
     Position p of the stream belongs to the part whose interval contains the fractional part of u + p (sqrt(5) - 1) / 2.
     The offset u in [0, 1) is derived from the seed. The intervals fill [0, 1) in order, and the length of each is the
@@ -128,7 +131,7 @@ def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int
 
 
 def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.int64]:
-    """Return, for each position of the mixed stream, the index of the part from which its row comes."""
+    """Return the index of the part that supplies the row, for each position in `places` of the mixed stream."""
     ends = np.cumsum([part.weight for part in parts])
     first = derive_seed(seed, "mixture") / 2**64
     points = (first + np.arange(places.start, places.stop, dtype=np.float64) * _GOLDEN) % 1.0
@@ -136,7 +139,8 @@ def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.
 
 
 def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
-    """Return the parts stored in the detail of a prompts manifest. Empty if the rows are not divided into parts."""
+    """Return the parts that are recorded in a manifest of prompts, from its field `detail`. Empty if the rows are not
+    divided into parts."""
     listed = _Parts.model_validate(detail.get("parts", {}))
     ends = [*accumulate(listed.rows)]
     return tuple(
@@ -146,14 +150,15 @@ def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
 
 
 class _Parts(Settings):
-    """Numbers of rows and weights of the parts, in the format in which a prompts manifest stores them."""
+    """Number of rows and weight of each part, in the format in which a manifest of prompts records them."""
 
     rows: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
 
 
 def max_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, int]:
-    """Return the maximum number of prompts for an iteration and the part that sets it.
+    """Return the maximum number of prompts for an iteration, and the index of the part that limits it. `rows` and
+    `weights` list the number of rows and the sampling weight of each part.
 
     With more prompts, that part would have to supply more distinct rows than it has.
 
@@ -172,17 +177,18 @@ _DIGITS: Final = 9  # rounds away binary errors: 10 x 1.0 x 1.1 is above 11, so 
 
 
 class DynamicSamplingState(Settings):
-    """Estimate of the number of prompts needed per informative group.
+    """Estimate of the number of prompts that dynamic sampling needs per informative group (a group with unequal
+    rewards).
 
-    Each seal stores it for the next iteration.
+    The commit that ends an iteration stores the estimate for the next iteration.
     """
 
     ema: Annotated[float, Field(gt=0)] = 1.0
-    """Exponential moving average of the ratio of issued prompts to informative groups."""
+    """Exponential moving average of issued prompts divided by informative groups."""
 
     def after(self, issued: int, informative: int) -> "DynamicSamplingState":
-        """Return the updated estimate after an iteration with these numbers of groups. Unchanged if no group was
-        issued."""
+        """Return the updated estimate after an iteration with `issued` prompts and `informative` informative groups.
+        Unchanged if no prompt was issued."""
         return DynamicSamplingState(ema=next_ema(self.ema, issued, informative)) if issued else self
 
 
@@ -200,13 +206,14 @@ def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0
 
 
 def another_wave(wave: int, gap: int, *, max_extra_waves: int) -> bool:
-    """Return whether another wave is needed and allowed after wave number `wave` (counted from 1). `gap` is the number
-    of missing informative groups."""
+    """Return whether dynamic sampling generates another wave of prompts after wave number `wave` (counted from 1):
+    `gap` informative groups are still missing, and at most `max_extra_waves` waves may follow the first one."""
     return gap > 0 and wave < 1 + max_extra_waves
 
 
 def next_ema(ema: float, issued: int, informative: int) -> float:
-    """Return 0.9 ema + 0.1 min(issued / informative, 10). The ratio is 10 if no group was informative.
+    """Return the updated moving average of prompts per informative group: 0.9 ema + 0.1 min(issued / informative, 10).
+    The ratio is 10 if no group was informative.
 
     >>> next_ema(1.0, 60, 20)
     1.2

@@ -10,31 +10,34 @@ from models.config.file_rules import DropReason
 
 
 class UnusableRow(BadInput):
-    """Raised when a row cannot be used for a reason for which `drop` can leave rows out."""
+    """Base class of errors for rows that the configuration key `drop` can leave out. `reason` is the value in
+    `drop`."""
 
     reason: ClassVar[DropReason]
 
 
 class EmptyRow(UnusableRow):
-    """Raised when a prompt, an answer, a completion or a message is blank, null or NaN."""
+    """Raised when a prompt, an answer, a completion or a message in a row is blank, null or NaN."""
 
     reason = "empty"
 
 
 class TiedRow(UnusableRow):
-    """Raised when neither completion of a preference pair is better."""
+    """Raised when the two completions of a preference pair are equal or have equal scores, so that neither is
+    better."""
 
     reason = "ties"
 
 
 class MismatchedRow(UnusableRow):
-    """Raised when the two completions of a preference pair answer different prompts."""
+    """Raised when the two completions of a preference pair belong to different prompts."""
 
     reason = "mismatched"
 
 
 class RowErrors(InputErrors):
-    """Collector of the input errors in rows that counts the rows that `drop` leaves out, and does not report them."""
+    """Collector of errors in the rows of a file. Rows that the configuration key `drop` leaves out are counted instead
+    of reported."""
 
     def __init__(self, drop: Collection[DropReason] = ()) -> None:
         super().__init__()
@@ -44,7 +47,8 @@ class RowErrors(InputErrors):
 
     @contextmanager
     def collect(self, place: str) -> Iterator[None]:
-        """Run the block that reads one row. Errors are kept, except if `drop` leaves the row out."""
+        """Run the block that reads the row at `place`. An error is collected, except if `drop` leaves the row out for
+        this reason."""
         with super().collect(place):
             try:
                 yield

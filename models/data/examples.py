@@ -19,17 +19,18 @@ from models.data.problems import (
 
 
 class Example(NamedTuple):
-    """Example for warm-up (supervised fine-tuning): a prompt and the completion to train on."""
+    """Example for warm-up (supervised fine-tuning): a prompt, and the completion on which the model is trained."""
 
     prompt: Prompt
     completion: str
     images: tuple[bytes, ...] = ()
     """Encoded image files of the prompt, in order."""
     verdict: str = ""
-    """Verdict at the end of a judge's completion. It has the same weight in the loss as all text before it."""
+    """Verdict at the end of a completion with which a judge is trained. In the loss it has the same weight as all text
+    before it together. Empty for other completions."""
     continuation: tuple[str, ...] = ()
-    """Rest of an episode after the first turn: alternately a message of the environment and a turn. Only turns are
-    trained on."""
+    """Rest of an episode after its first turn: a reply of the environment and a turn of the policy, alternately. Only
+    the turns of the policy are trained on."""
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
 
@@ -37,9 +38,10 @@ class Example(NamedTuple):
 def warmup_examples(
     data: DataConfig, warmup: WarmupConfig, seed: int, *, among: Callable[[list[Problem]], list[Problem]] | None = None
 ) -> list[Example]:
-    """Return the examples of all warm-up steps in training order: the training problems, reshuffled in each epoch.
+    """Return the examples of all warm-up steps in training order. Each epoch contains all training problems in another
+    random order.
 
-    `among`, if given, selects some of the training problems. Raises BadInput if the data has no answers.
+    `among`, if given, selects the training problems to use. Raises BadInput if the data has no answers.
     """
     problems = load_problems(data, "train", seed)
     problems = problems if among is None else among(problems)
@@ -61,8 +63,8 @@ def warmup_examples(
 
 
 class PictureSource(Protocol):
-    """Function that generates or reads pictures for warm-up. The same arguments give the same pictures.
-    `picture_examples` calls it."""
+    """Function that generates or reads pictures for warm-up, called by `picture_examples`. The same arguments give the
+    same pictures."""
 
     def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- settings differ by kind
         """Return pairs of a caption and an encoded picture."""
@@ -70,11 +72,12 @@ class PictureSource(Protocol):
 
 
 MAX_PICTURES: Final = 4096
-"""Maximum number of distinct pictures for a warm-up. A longer warm-up repeats them."""
+"""Maximum number of distinct pictures for a warm-up. Longer warm-ups repeat them."""
 
 
 def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
-    """Sample the captions and pictures of all warm-up steps in training order, reshuffled in each epoch.
+    """Return the captions and encoded pictures of all warm-up steps in training order. Each epoch contains all pictures
+    in another random order.
 
     Raises BadInput if the data source has no pictures, or a picture cannot be decoded.
     """
@@ -106,11 +109,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
 
 
 def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> tuple[str, ...]:
-    """Return the completion on which warm-up trains: a worked solution, its turns, or a plausible but mostly wrong
-    guess.
+    """Return the completion of a problem on which warm-up trains. It is the worked solution (as one text, or as the
+    turns of an episode) or an answer that is a random guess.
 
-    `worked_fraction` is the probability of the worked solution. If the problem has no worked solution, the answer alone
-    is returned.
+    `worked_fraction` is the probability of the worked solution. If the problem has no worked solution, the reference
+    answer alone is returned.
     """
     if problem.worked is None:
         return (problem.answer,)

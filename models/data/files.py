@@ -38,15 +38,16 @@ from models.data.rubrics import RUBRIC, encode_rubric, parse_rubric
 
 
 def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split in file order, with the template applied. See `read_split`."""
+    """Read the problems of a split ("train" or "heldout") in file order, with the template applied. See
+    `read_split`."""
     return read_split(data, split, data.drop)
 
 
 def read_split(data: ProblemFile, split: str, drop: Collection[DropReason]) -> list[Problem]:
-    """Read the problems of a split in file order, with the template applied. Rows for which `drop` has the reason are
-    left out.
+    """Read the problems of a split ("train" or "heldout") in file order, with the template applied.
 
-    Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
+    Rows that are unusable for a reason in `drop` are left out. Raises BadInput if the template has no `{prompt}`, a row
+    is invalid or the split is empty.
     """
     if "{prompt}" not in data.template:
         raise BadInput(
@@ -71,21 +72,22 @@ def read_split(data: ProblemFile, split: str, drop: Collection[DropReason]) -> l
 
 
 def read_problems(path: Path, data: ProblemFile, drop: Collection[DropReason] = ()) -> list[Problem]:
-    """Read all problems of a file, before the template and the split are applied. Rows for which `drop` has the reason
-    are left out.
+    """Read all problems of a file, before the template is applied and the split is chosen.
 
-    Raises one BadInput that lists all invalid rows.
+    Rows that are unusable for a reason in `drop` are left out. Raises one BadInput that lists all invalid rows.
     """
     return _read_and_count(path, data, drop)[0]
 
 
 def report_file(data: FileData, split: str) -> ReadingReport:
-    """Report how the file of a split is read. The file of both splits counts for the training split."""
+    """Report how the file of a split is read. If both splits come from one file, the report belongs to the training
+    split."""
     return report_problems(data, split, data.drop)
 
 
 def report_problems(data: ProblemFile, split: str, drop: Collection[DropReason]) -> ReadingReport:
-    """Report which shape was recognized in the file of a split, and how many rows `drop` leaves out."""
+    """Report the shape that was recognized in the file of a split, and the number of rows that are left out because of
+    `drop`."""
     path = data.path if split == "train" else data.heldout_path
     if path is None:
         return ReadingReport()
@@ -97,7 +99,7 @@ def report_problems(data: ProblemFile, split: str, drop: Collection[DropReason])
 def _read_and_count(
     path: Path, data: ProblemFile, drop: Collection[DropReason]
 ) -> tuple[list[Problem], Mapping[str, int]]:
-    """Read all problems of a file, and count the rows that `drop` leaves out, by reason."""
+    """Read all problems of a file, and count the rows that are left out because of `drop`, by reason."""
     columns_found = find_problem_columns(path, data)
     data = columns_found.file
     named = [
@@ -142,7 +144,8 @@ def _read_and_count(
 
 
 def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path) -> Problem:
-    """Build a problem from a row and its prompt. Raises BadInput, which names the row's `place`, if it is invalid."""
+    """Build a problem from a row of a file. `root` is the directory of its images, and `place` names the row in
+    messages. Raises BadInput if a value is invalid."""
     answer = _read_answers(place, row, data)
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
@@ -162,7 +165,7 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
 
 
 def _read_rubric(place: str, value: object, column: str) -> JsonValue:
-    """Return the rubric in a column as JSON. Raises BadInput if the value is no rubric."""
+    """Return the rubric in a column of a row as JSON. Raises BadInput if the value is not a rubric."""
     try:
         return encode_rubric(parse_rubric(omit_nulls(value)))
     except ValueError as error:
@@ -170,11 +173,8 @@ def _read_rubric(place: str, value: object, column: str) -> JsonValue:
 
 
 def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> str:
-    """Return the reference answer: the value of one column, a JSON object with the values of several columns, or an
-    empty text if there are no answers.
-
-    Raises BadInput if a value is invalid or missing.
-    """
+    """Return the reference answer of a row: the value of one column, a JSON object with the values of several columns,
+    or an empty text if no answers are read. Raises BadInput if a value is invalid or missing."""
     if not data.answer_columns:
         return _read_answer(place, row[data.answer_column], data) if data.answer_column else ""
     values = {column: cast(JsonValue, omit_nulls(row[column])) for column in data.answer_columns}
@@ -189,10 +189,10 @@ def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> s
 
 
 def _read_answer(place: str, value: object, data: ProblemFile) -> str:
-    """Return the reference answer as text. Numbers are converted to text. All other values must be non-blank text.
+    """Return the reference answer in a column as text. Numbers are converted to text.
 
-    Raises BadInput for other values, and in version 2 of the rules for NaN and infinity, which often mean missing
-    values.
+    Raises BadInput for values that are neither numbers nor non-blank text. In version 2 of the rules for reading files,
+    also for NaN and infinity, which often stand for missing values.
     """
     column = data.answer_column or ""
     if data.version == 1:
@@ -212,6 +212,7 @@ def _read_answer(place: str, value: object, data: ProblemFile) -> str:
 
 
 def _apply_template(problem: Problem, data: ProblemFile) -> Problem:
-    """Return the problem with its prompt inserted into the template, and with the configured system message added."""
+    """Return the problem with its prompt inserted into the configured template, and with the configured system message
+    added."""
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else add_system_message(prompt, data.system))

@@ -13,11 +13,11 @@ SPLITS_FILE: Final = "dataset_dict.json"
 STATE_FILE: Final = "state.json"
 """File in which `Dataset.save_to_disk` lists the data files in the order of the rows."""
 OTHER_FILES: Final = (SPLITS_FILE, STATE_FILE, "dataset_info.json", "dataset_infos.json")
-"""Files of `datasets` that describe data and contain none."""
+"""Files that `datasets` writes next to the data files. They describe the data and contain no rows."""
 
 
 def list_data_files(folder: Path, name: str, *, formats: Collection[str], packed: Collection[str]) -> list[Path]:
-    """Return the data files of a folder in the order of the rows: as `datasets` saved them, or sorted by name.
+    """Return the data files of a folder in the order of the rows: as `datasets` saved them, or else sorted by name.
 
     `formats` are the suffixes of data files, and `packed` the suffixes that may follow for compressed files. Hidden
     files, and files whose names begin with `_`, are ignored. Raises BadInput, which names the folder by `name`, if the
@@ -55,7 +55,8 @@ def list_data_files(folder: Path, name: str, *, formats: Collection[str], packed
 
 
 def _list_saved_files(folder: Path, name: str) -> list[Path]:
-    """Return the files of a folder that `Dataset.save_to_disk` wrote, in the order of the rows."""
+    """Return the data files of a folder that `Dataset.save_to_disk` wrote, in the order of the rows. `name` names the
+    folder in messages."""
     listed = _read_json(folder / STATE_FILE, name).get("_data_files")
     names = [each.get("filename") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
     files = [folder / each for each in names if isinstance(each, str) and each == Path(each).name]
@@ -70,7 +71,8 @@ def _list_saved_files(folder: Path, name: str) -> list[Path]:
 
 
 def _read_json(path: Path, name: str) -> dict[str, object]:
-    """Return the object in a JSON file. Raises BadInput if the file is not such a file."""
+    """Return the object in a JSON file. Raises BadInput, which names the file by `name`, if the file contains no JSON
+    object."""
     try:
         document = json.loads(path.read_bytes())
     except ValueError as error:
@@ -87,5 +89,6 @@ def _read_json(path: Path, name: str) -> dict[str, object]:
 
 
 def _find_suffix(path: Path, packed: Collection[str]) -> str:
-    """Return the suffix of the format of a file, without the suffix of its compression."""
+    """Return the suffix that names the format of a file, such as `.csv`, without a suffix in `packed` for its
+    compression."""
     return Path(path.stem).suffix if path.suffix in packed else path.suffix

@@ -20,13 +20,15 @@ from models.data.nested import find_field, find_root, has_field
 from models.data.rows import find_data_files, find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
-"""Field names of the structs in which Hugging Face `datasets` stores an image: a path and the encoded bytes."""
+"""Names of the fields with the path and the encoded bytes in the structs in which Hugging Face `datasets` stores an
+image."""
 ROWS = 4096
 """Number of table rows that are read at a time, which limits memory."""
 
 
 def image_files(data: ProblemFile | ChatTraining) -> Iterator[Path]:
-    """Yield the path of each image file that a row names, once, in the order of first use."""
+    """Yield the path of each image file that the rows of a data file name. Each path is yielded once, in the order of
+    first use."""
     if data.images_column is None:
         return
     seen_paths: set[Path] = set()
@@ -42,7 +44,7 @@ def image_files(data: ProblemFile | ChatTraining) -> Iterator[Path]:
 
 
 def _iterate_paths(path: Path, column: str) -> Iterator[str]:
-    """Yield the image paths in a column of a data file. Images embedded in the rows of a table are not read."""
+    """Yield the image paths in a column of a data file. Images whose bytes are stored in a table are not loaded."""
     match find_format(path):
         case ".jsonl" | ".json" | ".csv" | ".tsv":
             for _, row in text_rows(path, InputErrors(), name=str(path)):
@@ -61,7 +63,7 @@ def _iterate_paths(path: Path, column: str) -> Iterator[str]:
 
 
 def _paths_in_value(value: object) -> Iterator[str]:
-    """Yield the paths in one value of the image column: an image, a list of images or None."""
+    """Yield the image paths in one value of the image column, which is an image, a list of images, or None."""
     for each in value if isinstance(value, list) else [value]:
         match each:
             case {"bytes": str() | None, "path": str(name)} | {"path": str(name)} | str(name):
@@ -87,7 +89,8 @@ def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
 
 
 def _find_array(batch: pa.RecordBatch, path: str) -> pa.Array:
-    """Return a column of a batch, or the nested field that a dotted path names. An empty array if there is none."""
+    """Return a column of a batch, or the nested field that the dotted `path` names. Return an empty array if there is
+    none."""
     if path in batch.schema.names:
         return batch.column(path)
     root = find_root(batch.schema, path)
@@ -99,7 +102,7 @@ def _find_array(batch: pa.RecordBatch, path: str) -> pa.Array:
 
 
 def _iterate_texts(column: pa.Array) -> Iterator[str]:
-    """Yield the image paths in an Arrow column, which contains strings, structs with a path, or lists of either."""
+    """Yield the image paths in an Arrow column of strings, of structs with a path, or of lists of either."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
     if pa.types.is_struct(column.type):

@@ -35,10 +35,11 @@ from models.vision.color_conversion import (
 from models.vision.families import ImageSize
 
 SEVERAL_FRAMES: Final = "MPO"
-"""Format of JPEG files from phones. Their additional frames are previews of the first frame."""
+"""Pillow's name of the format of JPEG files with several frames, as from phones. The additional frames are previews of
+the first one."""
 MAX_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
-"""Maximum number of pixels of an image (Pillow's limit). A small file with more pixels could be meant to exhaust the
-memory."""
+"""Maximum number of pixels of an image (Pillow's limit). A small file that decodes to more pixels may be an attempt to
+exhaust the memory."""
 SHARD_BYTES: Final = 2**26
 """Maximum total size of the images in a media shard, in bytes. A larger image gets a separate shard."""
 THUMBNAIL_BYTES: Final = 4096
@@ -53,9 +54,9 @@ SIGNATURES: Final = {
     "BMP": re.compile(rb"BM"),
     "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
 }
-"""Pattern of the first bytes of a file in each supported format."""
+"""Pattern of the first bytes of a file, by the name of its supported format."""
 BASE64: Final = re.compile(rb"iVBORw0KGgo|/9j/|R0lGOD|UklGR|data:image/")
-"""Pattern of the first characters of a Base64-encoded image or a data URL."""
+"""Pattern with which a text begins that contains a Base64-encoded image or a data URL."""
 UNSUPPORTED: Final = {
     "an SVG drawing": re.compile(rb"(<\?xml[^>]*>|<!--.*?-->|<!DOCTYPE svg[^>]*>|\s)*<svg", re.DOTALL | re.IGNORECASE),
     "a PDF document": re.compile(rb"%PDF-"),
@@ -69,18 +70,18 @@ UNSUPPORTED: Final = {
     "a DICOM image": re.compile(rb".{128}DICM", re.DOTALL),
     "Base64 text instead of bytes": BASE64,
 }
-"""Pattern of the first bytes of files in unsupported formats, by the name of the format in error messages."""
+"""Pattern of the first bytes of a file in an unsupported format, by the name of the format in error messages."""
 MAX_NAME_BYTES: Final = 255
-"""Maximum size in bytes of a file or folder name, which is the limit of file systems."""
+"""Maximum size in bytes of a file or folder name, as limited by file systems."""
 MIN_BASE64: Final = 60
-"""Minimum length of a text that is taken for Base64 data instead of a path."""
+"""Minimum length of a text that may be Base64 data. A shorter text is read as a path."""
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _DATA: Final = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """Information from the header of an encoded image."""
+    """Information about an encoded image that is known without decoding its pixels."""
 
     digest: str
     """BLAKE3 digest of the encoded bytes."""
@@ -91,12 +92,12 @@ class ImageHeader:
 
 
 def digest_of(encoded: bytes) -> str:
-    """Return the BLAKE3 digest of an encoded image, by which shards refer to the image."""
+    """Return the BLAKE3 digest of an encoded image, by which rollout shards and samples refer to the image."""
     return blake3(encoded).hexdigest()
 
 
 def read_header(encoded: bytes, *, where: str) -> ImageHeader:
-    """Read an image's digest, format and size without decoding its pixels.
+    """Return an image's digest, format and size without decoding its pixels.
 
     Raises BadInput, which names the image as `where`, if the image cannot be opened, has too many pixels or none,
     several frames or extreme proportions.
@@ -130,7 +131,7 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
 
 def check_pixels(encoded: bytes, *, where: str, allows_missing: bool = False) -> None:
-    """Raise BadInput, which names the image as `where`, if its pixels cannot be decoded completely.
+    """Decode an image and raise BadInput, which names the image as `where`, if some of its pixels cannot be decoded.
 
     With `allows_missing`, missing pixels that Pillow fills are allowed.
     """
@@ -145,15 +146,14 @@ def check_pixels(encoded: bytes, *, where: str, allows_missing: bool = False) ->
 
 
 def data_address(encoded: bytes) -> str:
-    """Return an image as a URL `data:image/...;base64,...`, which contains the image and can be embedded in requests
-    and pages."""
+    """Return a `data:image/...;base64,...` URL that contains the image, for requests and HTML pages."""
     with _open_image(encoded, where="image") as image:
         kind = Image.MIME["JPEG" if image.format == SEVERAL_FRAMES else image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
 def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
-    """Decode an image to RGB with its EXIF orientation applied, all shades scaled and transparency on the background.
+    """Decode an image to RGB, with its EXIF orientation applied and its transparent parts in the color `background`.
 
     Raises BadInput if the image cannot be decoded.
     """
@@ -165,8 +165,8 @@ def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
 
 
 def convert_image(encoded: bytes, background: str, *, where: str, rounds_color: bool = True) -> bytes:
-    """Return the encoded image unchanged, or converted to an RGB PNG if a policy would otherwise lose its shades or
-    transparency.
+    """Return the encoded image unchanged. Return it converted to an RGB PNG with the color `background` if a policy
+    would otherwise lose shades (more than 8 bits) or transparency.
 
     Without `rounds_color`, images of color with 16 bits are unchanged. Raises BadInput if the image cannot be decoded.
     """
@@ -180,7 +180,7 @@ def convert_image(encoded: bytes, background: str, *, where: str, rounds_color: 
 
 
 def thumbnail(encoded: bytes) -> bytes:
-    """Return a small copy of an image, of at most `THUMBNAIL_BYTES`, to be embedded in a page.
+    """Return a small encoded copy of an image, of at most `THUMBNAIL_BYTES`, to be embedded in an HTML page.
 
     Tiny pictures are enlarged without smoothing.
     """
@@ -202,7 +202,8 @@ def thumbnail(encoded: bytes) -> bytes:
 
 
 def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
-    """Open an image without decoding its pixels. Raises BadInput if the file is not a supported image."""
+    """Open an encoded image without decoding its pixels. Raises BadInput, which names the image as `where`, if the file
+    is not a supported image."""
     try:
         return open_image(encoded)
     except Image.DecompressionBombError as error:
@@ -212,7 +213,8 @@ def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
 
 
 def _describe_unsupported(encoded: bytes) -> str:
-    """Return why a file cannot be opened as an image, as the end of a message. Known kinds of files are named."""
+    """Return the reason why a file cannot be opened as an image, as the end of a message. It names the kind of file if
+    this is known."""
     supported = ", ".join(FORMATS)
     start = encoded[:512].lstrip(b"\xef\xbb\xbf \t\r\n")
     if not encoded:
@@ -250,7 +252,7 @@ def _undecodable(error: Exception, *, where: str) -> BadInput:
 
 
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
-    """Yield tables for media shards that contain each distinct image once, in the order of first use."""
+    """Yield tables for media shards, which together contain each distinct image once, in the order of first use."""
     rows: list[tuple[object, ...]] = []
     digests, shard_bytes = set[str](), 0
     for encoded in images:
@@ -290,8 +292,8 @@ def read_images(row: Mapping[str, object], column: str, *, place: str, root: Pat
 
 
 def _read_image(value: object, *, where: str, root: Path) -> bytes:
-    """Return the encoded image that a value contains, or to whose file it refers. Raises BadInput if the image cannot
-    be read."""
+    """Return the encoded image that a value contains, or the content of the file that it names. Raises BadInput, which
+    names the image as `where`, if the image cannot be read."""
     match value:
         case bytes():
             encoded = value
@@ -313,7 +315,7 @@ def _read_image(value: object, *, where: str, root: Path) -> bytes:
 
 
 def _decode_data_url(address: str, *, where: str) -> bytes:
-    """Decode a `data:` URL. Raises BadInput if it is invalid."""
+    """Return the bytes in a `data:` URL. Raises BadInput if the URL is invalid."""
     start = _DATA.match(address)
     if start is None:
         raise BadInput(
@@ -365,7 +367,7 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
 
 
 def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
-    """Return the error for an image path that leads outside the root directory."""
+    """Return the error for an image path that leads outside of the root directory."""
     return BadInput(
         f"{where}: image paths must name files below {format_path(root)} (data.images_root), but {name[:80]!r} is "
         "outside of it. Move the file, or change data.images_root."

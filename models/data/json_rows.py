@@ -12,27 +12,28 @@ from typing import Final
 from infra.errors import BadInput, InputErrors
 
 FileRow = tuple[str, Mapping[str, object]]
-"""Row of a data file: its place in the file (for messages), and its columns."""
+"""Row of a data file: its place for messages, such as `train.jsonl:17`, and the values of its columns."""
 
 FLOAT_CHARACTERS: Final = 15
-"""Maximum length of a decimal number that a float always stores exactly enough to print the same number again."""
+"""Number of characters up to which a decimal number can be stored as a float and printed again without a change."""
 _SEPARATORS: Final = re.compile(r"[\s,]*")
 _UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
 
 
 class RepeatedKey(ValueError):
-    """Raised when an object in a JSON file contains a key twice."""
+    """Raised when an object in a JSON file contains the same key twice."""
 
 
 class LongNumber(float):
-    """Number in a JSON file that a float cannot represent exactly, such as 1e400 or a number of 30 digits."""
+    """Number in a JSON file that cannot be stored exactly as a float, such as 1e400 or a number with 30 digits."""
 
     literal: str
     """Text of the number as written in the file."""
 
 
 def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
-    """Yield the rows of a JSON Lines file. Blank lines are skipped. Invalid rows are added to `input_errors`."""
+    """Yield the rows of a JSON Lines file. Blank lines are skipped. Errors in rows are added to `input_errors`. `name`
+    names the file in messages, and `version` is the version of the rules for reading files."""
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.strip() == BOM_UTF8):
             continue
@@ -44,7 +45,8 @@ def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors
 
 
 def _parse_json_line(place: str, line: bytes, *, encoding: str, version: int) -> object:
-    """Parse one line as JSON. Raises BadInput if it is not valid JSON in UTF-8 or an object contains a key twice."""
+    """Parse one line as JSON. Raises BadInput, which names the line as `place`, if it is not valid JSON in UTF-8 or if
+    an object contains a key twice."""
     try:
         return _parse_json(line.decode(encoding).strip(), version=version)
     except UnicodeDecodeError as error:
@@ -59,15 +61,15 @@ def _parse_json_line(place: str, line: bytes, *, encoding: str, version: int) ->
 
 
 def _parse_json(text: str, *, version: int) -> object:
-    """Parse a JSON document. Version 2 of the rules refuses repeated keys, and keeps numbers that floats cannot
-    represent as written."""
+    """Parse a JSON document. Version 2 of the rules for reading files refuses repeated keys and keeps the text of
+    numbers that cannot be stored exactly as floats."""
     if version == 1:
         return json.loads(text)
     return json.loads(text, object_pairs_hook=_build_object, parse_float=_read_float)
 
 
 def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object, given its key-value pairs. Raises RepeatedKey if a key occurs twice."""
+    """Return the JSON object with these key-value pairs. Raises RepeatedKey if a key occurs twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         key, times = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -87,7 +89,8 @@ def _read_float(text: str) -> float:
 
 
 def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
-    """Yield the objects of a JSON array as rows. Raises BadInput if the file is not a JSON array in UTF-8."""
+    """Yield the objects of a JSON array as rows. Errors in rows are added to `input_errors`. Raises BadInput if the
+    file is not a JSON array in UTF-8."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -118,7 +121,7 @@ def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, ver
 
 
 def _check_row(place: str, row: Mapping[str, object], *, version: int) -> Mapping[str, object]:
-    """Return the row after checking its keys.
+    """Return a row after checking its keys.
 
     Version 2 of the rules raises BadInput if two keys differ only in outer white space.
     """
@@ -128,8 +131,7 @@ def _check_row(place: str, row: Mapping[str, object], *, version: int) -> Mappin
 
 
 def _find_repeated_keys(text: str) -> dict[int, str]:
-    """Return the repeated keys in a JSON array: an error message for each row that contains a key twice, by row
-    index."""
+    """Return an error message for each row of a JSON array that contains a key twice, by the index of the row."""
     decoder, number, faults = json.JSONDecoder(), 0, dict[int, str]()
     at = _skip_separators(text, text.find("[") + 1)
     while text[at] != "]":
@@ -143,13 +145,14 @@ def _find_repeated_keys(text: str) -> dict[int, str]:
 
 
 def _skip_separators(text: str, at: int) -> int:
-    """Return the index at or after `at` of the next element in a JSON array, or of the closing bracket."""
+    """Return the index in a JSON text at which the next element of an array begins, or at which the array ends,
+    starting the search at index `at`."""
     match = _SEPARATORS.match(text, at)
     return match.end() if match else at
 
 
 def _require_object(place: str, row: object) -> Mapping[str, object]:
-    """Return a row of a file if it is a JSON object. Raises BadInput for other values."""
+    """Return a row if it is a JSON object. Raises BadInput, which names the row as `place`, for other values."""
     if not isinstance(row, dict):
         raise BadInput(
             f"{place}: each problem must be a JSON object with columns as keys, but this one is a "
@@ -159,7 +162,8 @@ def _require_object(place: str, row: object) -> Mapping[str, object]:
 
 
 def check_unique_columns(place: str, names: Sequence[str]) -> None:
-    """Raise BadInput if two columns of the file or row `place` have the same name, apart from outer white space."""
+    """Raise BadInput if two columns have the same name, apart from white space at both ends. `place` names the file or
+    the row in messages."""
     for column, times in Counter(name.strip() for name in names).items():
         if times > 1:
             named = {repr(name): None for name in names if name.strip() == column}
@@ -171,7 +175,7 @@ def check_unique_columns(place: str, names: Sequence[str]) -> None:
 
 # ---- encodings
 def decode_text(place: str, content: bytes) -> str:
-    """Decode bytes in UTF-8. Raises BadInput, with the place in the file, if they are not UTF-8."""
+    """Decode UTF-8. Raises BadInput, which names the text as `place`, if the bytes are not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -185,8 +189,8 @@ def _refuse_encoding(place: str, content: bytes, error: UnicodeDecodeError) -> B
 
 
 def _find_undecodable(content: bytes) -> list[str | int]:
-    """Return the path to the first text in a JSON document whose bytes are not UTF-8. Empty if there is no such
-    text."""
+    """Return the path (keys and indices) to the first text in a JSON document that is not UTF-8. Empty if there is
+    none."""
     try:
         document = json.loads(content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape"))
         return next(_iterate_undecodable(document, []), [])
@@ -206,5 +210,5 @@ def _iterate_undecodable(value: object, path: list[str | int]) -> Iterator[list[
 
 
 def _join_path(parts: Sequence[str | int]) -> str:
-    """Return the name of a value in a row as text, such as `prompt[0].content`."""
+    """Return a path of keys and indices in a row as text, such as `prompt[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")

@@ -19,29 +19,29 @@ PLACES: Final = ("Bonn", "Bari", "Graz", "Kyiv", "Lima", "Nice", "Oslo", "Riga",
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 THINGS: Final = ("bag", "cap", "cup", "hat", "jar", "key", "map", "net", "pad", "pen", "pin", "rug")
 FEWEST, MOST = 4, 12
-"""Minimum and maximum number of things in the lists on which warm-up trains."""
+"""Minimum and maximum number of things in the packing lists on which warm-up trains."""
 
 
 class ListData(DataSource):
-    """Source of problems that ask for a packing list."""
+    """Example of a user-defined data source: problems that ask for a packing list."""
 
     implementation = "models.data.lists:list_problems"
 
     train_problems: Positive = 384
-    """Number of problems to train on."""
+    """Number of training problems."""
     heldout_problems: Positive = 64
     """Number of problems kept for evaluation. A hash of the prompt assigns each problem to training or evaluation, so
     no prompt is in both."""
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems, known without generating them."""
+        """Number of held-out problems, as configured."""
         return self.heldout_problems
 
 
 def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split, each with a reference list of 4 to 12 things. The same seed gives the same
-    problems.
+    """Generate the problems of a split ("train" or "heldout"), each with a reference list of 4 to 12 things. The same
+    seed gives the same problems.
 
     Raises BadInput if there are not enough different problems.
     """
@@ -57,7 +57,7 @@ def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
 
 
 def _sample_problem(rng: Random, source: str) -> Problem:
-    """Sample one problem with its reference list."""
+    """Sample one problem that asks for a packing list, with its reference list."""
     prompt = f"{rng.choice(NAMES)} packs for {rng.choice(PLACES)} on {rng.choice(DAYS)}:"
     things = rng.choices(THINGS, k=rng.randint(FEWEST, MOST))
     return Problem(source=source, prompt=prompt, answer="".join(f" {thing}" for thing in things))

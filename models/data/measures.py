@@ -18,13 +18,13 @@ from models.data.problems import Problem, sample_problems
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
 ADJECTIVES: Final = {"width": "wide", "height": "high"}
-"""Adjective with which a prompt asks for each measure ("How wide?" asks for the width)."""
+"""Adjective in the question for each measure: "How wide?" asks for the width."""
 SMALLEST, LARGEST = 2, 40
 
 
 def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split. Problems differ in question or measures, and the same seed gives the same
-    problems.
+    """Generate the problems of a split ("train" or "heldout"). Problems differ in their question or in the measures
+    that the simulated user knows. The same seed gives the same problems.
 
     Raises BadInput if there are not enough different problems.
     """
@@ -40,7 +40,8 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
 
 
 def _sample_problem(rng: Random, *, source: str) -> Problem:
-    """Sample one problem with the turns of its dialogue."""
+    """Sample one problem with its worked dialogue: the policy's question, the simulated user's reply, and the
+    answer."""
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
     columns = {"width": width, "height": height}
     measure = rng.choice(list(columns))

@@ -20,22 +20,21 @@ from models.data.sharegpt import convert_turns
 
 _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
 FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)
-"""Message fields that published chat templates use."""
+"""Fields that a message of a chat can have. These are the fields that published chat templates use."""
 _THOUGHTS: Final = ("tool_calls", "reasoning_content", "reasoning", "thinking", "tool_plan")
-"""Fields with which a message of the assistant is meaningful although it has no content."""
+"""Fields of a message of the assistant, each of which makes a message without content valid."""
 _OPTIONAL_CONTENT: Final = ("system", "developer", "tool")
-"""Roles whose messages may be empty. With an empty system message, a template does not insert its default one."""
+"""Roles whose messages may have an empty content. An empty system message keeps a template from inserting its default
+one."""
 _CALL, _FUNCTION = ("id", "type", "index", "function"), ("name", "arguments")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
-"""Types of text parts in contents: that of chat templates, and those of OpenAI's Responses API."""
+"""Types of content parts that contain text: that of chat templates, and those of OpenAI's Responses API."""
 _WAY_OUT: Final = "Rename or remove the field, or set message_fields = 'drop' to read only role and content."
 
 
 def omit_nulls(value: object) -> object:
-    """Return a value without fields that are null, at every depth.
-
-    Parquet and Arrow give every struct of a column the same fields, and fill absent fields with null.
-    """
+    """Return a value without null fields, at every depth. Parquet and Arrow give every struct of a column the same
+    fields, and store null for fields that a row does not have."""
     match value:
         case dict():
             return {name: omit_nulls(part) for name, part in value.items() if part is not None}
@@ -48,7 +47,8 @@ def omit_nulls(value: object) -> object:
 def read_prompt(
     place: str, row: Mapping[str, object], file: ChatFile, *, is_table: bool, is_chat: bool = False
 ) -> tuple[Prompt, TemplateArguments]:
-    """Return the prompt of a row, with the arguments that its chat template receives.
+    """Return the prompt of a row, and the arguments with which a chat template renders it. `place` names the row in
+    messages.
 
     A prompt is plain text, or a chat whose last message is not from the assistant. `is_table` is set if the row comes
     from a Parquet or Arrow file, `is_chat` if plain text becomes a chat later. Raises BadInput if a value is invalid.
@@ -61,8 +61,7 @@ def read_prompt(
 
 
 def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumns) -> TemplateArguments:
-    """Return the tools and variables that the chat template receives for a row. Raises BadInput if they are
-    invalid."""
+    """Return the tools and variables that the chat template receives for a row. Raises BadInput if they are invalid."""
     tools, kwargs = columns.tools_column, columns.chat_template_kwargs_column
     own = read_kwargs(place, values.get(kwargs), kwargs) if kwargs else {}
     return TemplateArguments(
@@ -72,8 +71,7 @@ def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumn
 
 
 def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
-    """Return the value of a prompt column as plain text or as the messages of a chat. Raises BadInput if it is
-    neither."""
+    """Return the value of a prompt column: plain text, or the messages of a chat. Raises BadInput for other values."""
     column = file.prompt_column
     if not isinstance(prompt, list):
         return read_text(place, prompt, column)
@@ -95,10 +93,11 @@ def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
 def read_messages(
     place: str, turns: Sequence[object], column: str, *, fields: MessageFields = "keep"
 ) -> tuple[Message, ...]:
-    """Return the messages of a chat, given the objects in a row. With `fields="drop"`, only role and content are read.
+    """Return the messages of a chat, given as objects in a column of a row. With `fields="drop"`, only role and content
+    are read.
 
-    Turns in the format of ShareGPT (`from` and `value`) are converted first. Raises BadInput if a message lacks `role`
-    or `content`, has an unknown field, or an invalid value.
+    Turns in the format of ShareGPT (`from` and `value`) are converted first. Raises BadInput, which names `place` and
+    `column`, if a message lacks `role` or `content`, has an unknown field, or an invalid value.
     """
     read = _read_message if fields == "keep" else _read_plain_message
     messages = convert_turns(place, turns, column)
@@ -106,7 +105,7 @@ def read_messages(
 
 
 def _read_plain_message(place: str, turn: object, column: str) -> Message:
-    """Return a message with only role and content. Other fields are ignored."""
+    """Return a message with only its role and content. Its other fields are ignored."""
     if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
         raise _describe_missing(place, turn, column)
     role = read_text(place, turn["role"], f"{column}.role")
@@ -114,7 +113,7 @@ def _read_plain_message(place: str, turn: object, column: str) -> Message:
 
 
 def _read_message(place: str, turn: object, column: str) -> Message:
-    """Return a message with all its fields. A field that is null counts as absent, except `content`."""
+    """Return a message with all of its fields. A field that is null counts as absent, except `content`."""
     if not isinstance(turn, dict) or "role" not in turn:
         raise _describe_missing(place, turn, column)
     present = {name: value for name, value in turn.items() if value is not None and value != []}
@@ -140,12 +139,13 @@ def _read_message(place: str, turn: object, column: str) -> Message:
 
 
 def _describe_missing(place: str, turn: object, column: str) -> BadInput:
-    """Return the error for a message without role or content."""
+    """Return the error for an object that is not a message, because it lacks role or content."""
     return BadInput(f"{place}: {column} is not a chat message. Expected {{role, content}}, found {turn!r:.80}")
 
 
 def _require_known(place: str, value: Mapping[str, object], column: str, known: Collection[str], *, what: str) -> None:
-    """Raise BadInput if an object has an unknown field. The message suggests the nearest known name."""
+    """Raise BadInput if an object has a field that is not in `known`. The message suggests the nearest known field and
+    names the kind of object as `what`."""
     for name in value:
         if name not in known:
             raise BadInput(
@@ -155,7 +155,8 @@ def _require_known(place: str, value: Mapping[str, object], column: str, known: 
 
 
 def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
-    """Read the tool calls of a message, in the format of OpenAI. Arguments are objects, or JSON text as in the file.
+    """Return the tool calls of a message in OpenAI's format. The arguments of a call stay an object or JSON text, as
+    they are in the file.
 
     Raises BadInput if a call has no name, an unknown field, or arguments that are not a JSON object.
     """
@@ -212,10 +213,10 @@ def _parse_json(place: str, value: object, column: str) -> object:
 
 
 def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, JsonValue], ...]:
-    """Return the tools that a prompt describes, given as JSON schemas of functions or as JSON text. Empty for null or
-    empty values.
+    """Return the tools that a prompt describes to the policy, given as a list of JSON schemas or as JSON text. Empty
+    for null or empty values.
 
-    Raises BadInput, which names `place` and `column`, if an element is not the schema of a function with a name.
+    Raises BadInput, which names `place` and `column`, if an element is not the JSON schema of a function with a name.
     """
     tools = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
     if tools is None:
@@ -239,9 +240,10 @@ def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, Jso
 
 
 def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
-    """Return variables for the chat template, given as a JSON object or as JSON text. Empty for null or empty values.
+    """Return the variables that the chat template receives for a row, given as an object or as JSON text. Empty for
+    null or empty values.
 
-    Raises BadInput if the value is not a JSON object, or contains a variable that rendering always sets.
+    Raises BadInput if the value is not an object, or contains a variable that Rheostat always sets.
     """
     kwargs = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
     if kwargs is None:
@@ -262,7 +264,7 @@ def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
 
 
 def _read_content(place: str, value: object, column: str, *, fields: MessageFields) -> Content:
-    """Return the content of a message: text, or a list of text and image parts.
+    """Return the content of a message: text, or a list of texts and placeholders for images.
 
     Raises BadInput if the content is empty, has other parts, or (with `fields="keep"`) a part with unknown fields.
     """
@@ -293,7 +295,7 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
 
 
 def read_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is non-blank text, or its text if it is bytes in UTF-8.
+    """Return a value that must be text with at least one visible character. Bytes are decoded as UTF-8.
 
     Raises BadInput, which names `place` and `column`, for other values and for text that UTF-8 cannot encode.
     """
@@ -306,7 +308,8 @@ def read_text(place: str, value: object, column: str) -> str:
 
 
 def _read_any_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is text, or its text if it is bytes in UTF-8. Raises BadInput otherwise."""
+    """Return a value that must be text, which may be blank. Bytes are decoded as UTF-8. Raises BadInput for other
+    values."""
     if isinstance(value, bytes):
         value = decode_text(f"{place}: {column}", value)
     if not isinstance(value, str):
@@ -323,10 +326,10 @@ def _read_any_text(place: str, value: object, column: str) -> str:
 
 
 def _hint_at(value: object) -> str:
-    """Return a hint for an error message if the value is NaN or null, which often means missing data, else ""."""
+    """Return a hint for an error message if the value is NaN or null, which often stands for missing data, else ""."""
     return ", which stands for a missing value. Fill it in, or remove the row." if is_missing(value) else ""
 
 
 def is_missing(value: object) -> bool:
-    """Return whether a value is null or NaN."""
+    """Return whether a value is null or NaN, which often stand for missing data."""
     return value is None or (isinstance(value, float) and isnan(value))

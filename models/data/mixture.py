@@ -12,7 +12,8 @@ from models.data.reading import ReadingReport
 
 
 def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split from all files. The `part` of a problem is the index of its file.
+    """Return the problems of a split ("train" or "heldout") from all files of a mixture. The `part` of a problem is the
+    index of its file.
 
     Training problems are listed file after file; `models.data.curriculum` mixes them. Held-out problems are interleaved
     by the Sainte-Laguë method: problem i of a file with weight w, counted from 0, is placed at (i + 1/2) / w. An
@@ -34,7 +35,7 @@ def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
 
 
 def report_mixture(data: MixtureData, split: str) -> ReadingReport:
-    """Report how the files of a split are read."""
+    """Report how each file of a mixture is read for a split."""
     report = ReadingReport()
     for source in data.sources:
         report += report_problems(source, split, data.drop)
@@ -42,6 +43,6 @@ def report_mixture(data: MixtureData, split: str) -> ReadingReport:
 
 
 def mixed_image_files(data: MixtureData) -> Iterator[Path]:
-    """Yield the paths of the image files that rows of the files name."""
+    """Yield the path of each image file that the rows of the mixture's files name."""
     for source in data.sources:
         yield from image_files(source)

@@ -9,11 +9,11 @@ from typing import Final
 import pyarrow as pa
 
 MAX_DEPTH: Final = 4
-"""Maximum depth of the nested fields that messages list."""
+"""Maximum depth up to which error messages list nested fields."""
 
 
 def find_field(row: Mapping[str, object], path: str) -> object:
-    """Return the value of a column of a row, or of the nested field that a dotted path names.
+    """Return the value of a column of a row. `path` is the column's name, or a dotted path to a nested field.
 
     Null if an object on the path is null, as in tables. Raises KeyError if there is no such column or field.
     """
@@ -30,7 +30,7 @@ def find_field(row: Mapping[str, object], path: str) -> object:
 
 
 def has_field(row: Mapping[str, object], path: str) -> bool:
-    """Return whether a row has this column or nested field."""
+    """Return whether a row has a column, or a nested field, with this name or dotted path."""
     try:
         find_field(row, path)
     except KeyError:
@@ -39,7 +39,8 @@ def has_field(row: Mapping[str, object], path: str) -> bool:
 
 
 def find_root(schema: pa.Schema | pa.StructType, path: str) -> str | None:
-    """Return the name of the column of a table that contains a column or nested field, or None if there is none.
+    """Return the name of the table column that contains a field with this name or dotted path, or None if there is
+    none.
 
     Keys of maps differ from row to row, so every name is assumed to exist in a map.
     """
@@ -56,18 +57,19 @@ def find_root(schema: pa.Schema | pa.StructType, path: str) -> str | None:
 
 
 def add_fields(row: Mapping[str, object], paths: Sequence[str]) -> Mapping[str, object]:
-    """Return a row with the values of nested fields under their dotted paths. Fields that a row lacks are not added."""
+    """Return a row with additional columns: the values of nested fields, named by their dotted paths. Fields that the
+    row lacks are not added."""
     nested = {path: find_field(row, path) for path in paths if path not in row and has_field(row, path)}
     return {**row, **nested} if nested else row
 
 
 def list_fields(row: Mapping[str, object]) -> list[str]:
-    """Return the names of the columns of a row and the dotted paths of its nested fields."""
+    """Return the names of a row's columns, and the dotted paths of its nested fields."""
     return [*_walk(row, lambda value: value if isinstance(value, Mapping) else {}, MAX_DEPTH)]
 
 
 def list_schema_fields(schema: pa.Schema) -> list[str]:
-    """Return the names of the columns of a table and the dotted paths of the fields of its structs."""
+    """Return the names of a table's columns, and the dotted paths of the fields in its structs."""
 
     def list_children(kind: object) -> Mapping[str, object]:
         return {field.name: field.type for field in kind} if isinstance(kind, pa.StructType) else {}
@@ -85,7 +87,7 @@ def _walk(
 
 
 def _split_path(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the ways to split a dotted path into a name and the rest, the longest name first."""
+    """Yield every way to split a dotted path into a name and the remaining path, the longest name first."""
     at = path.rfind(".")
     while at > 0:
         yield path[:at], path[at + 1 :]

@@ -26,13 +26,13 @@ PLACES: Final = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), 
 """Center of the shape at each place, as fractions of the picture's width from the left and of its height from the
 top."""
 WORDINGS: Final = {"train": "{colour} {shape} {place}", "heldout": "{place} {colour} {shape}"}
-"""Template of the prompts of each split. The splits have no prompt in common, but use the same words."""
+"""Template of the prompts of each split. The splits use the same words but have no prompt in common."""
 SHADE: Final = 25
-"""Maximum random deviation of a color channel from its base value, on a scale of 0 to 255."""
+"""Maximum random change of a color channel, on a scale of 0 to 255."""
 
 
 class Motif(NamedTuple):
-    """Content of a generated picture: one shape with its color and place."""
+    """Content of a generated picture: one shape, with its color and its place."""
 
     colour: str
     shape: str
@@ -40,16 +40,16 @@ class Motif(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Reference answer for rewards, which does not depend on the wording of the prompt."""
+        """Reference answer for rewards: color, shape and place, in the same order for every wording of the prompt."""
         return " ".join(self)
 
     def prompt(self, split: str) -> str:
-        """Return the prompt for the motif in a split."""
+        """Return the prompt that describes this picture in a split ("train" or "heldout")."""
         return WORDINGS[split].format(**self._asdict())
 
 
 class Captioned(NamedTuple):
-    """Picture with its caption, which may be wrong."""
+    """Generated picture with its caption, which may be wrong."""
 
     caption: str
     pixels: NDArray[np.float32]
@@ -57,11 +57,11 @@ class Captioned(NamedTuple):
 
 
 MOTIFS: Final = tuple(Motif(*each) for each in product(COLOURS, SHAPES, PLACES))
-"""All 24 combinations of color, shape and place."""
+"""All 24 possible contents of a picture: combinations of color, shape and place."""
 
 
 def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Problem]:
-    """Return one problem for each motif, in an order that depends on the seed."""
+    """Return one problem for each possible picture, in a random order that depends on the seed and the split."""
     order = Random(f"{seed}/{split}/paintings").sample(MOTIFS, k=len(MOTIFS))
     return [
         Problem(source=f"{split} problem {number}", prompt=motif.prompt(split), answer=motif.reference)
@@ -70,7 +70,7 @@ def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Proble
 
 
 def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Captioned]:
-    """Paint `count` pictures, each with a caption in a random wording. The same seed gives the same pictures.
+    """Paint `count` random pictures, each with a caption in a random word order. The same seed gives the same pictures.
 
     In a share of the captions (`data.caption_noise`), color and place are replaced by random ones. Some of these are
     right by chance.
@@ -87,7 +87,7 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
 
 
 def paint(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
-    """Paint a motif with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
+    """Paint one shape with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
 
     A shape of 3 pixels is also randomly shifted by half a pixel.
     """
@@ -107,12 +107,12 @@ def paint(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float3
 
 
 def pretraining_pictures(data: PaintingsData, count: int, seed: int) -> list[tuple[str, bytes]]:
-    """Return `count` captions, each with its picture as an encoded PNG file."""
+    """Return `count` captions, each with a picture that is encoded as PNG. Some captions are wrong."""
     return [(each.caption, _encode_png(each.pixels)) for each in pretraining_examples(data, count, seed)]
 
 
 def _encode_png(pixels_YXC: NDArray[np.float32]) -> bytes:
-    """Encode pixels with values from -1 to 1 as a PNG file."""
+    """Encode an array of pixels (height x width x 3, values from -1 to 1) as PNG."""
     sink = BytesIO()
     scaled = np.rint((pixels_YXC + 1) * 127.5).astype(np.uint8)
     Image.fromarray(scaled).save(sink, "PNG", optimize=False, compress_level=6)

@@ -22,16 +22,16 @@ _TURN: Final = re.compile(r"\n\n(Human|Assistant):")
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
 CHOSEN_SCORE: Final = "score_chosen"
 REJECTED_SCORE: Final = "score_rejected"
-"""Columns with the scores of the better and the worse completion."""
+"""Names of the columns with the scores of the better and of the worse completion."""
 MARGIN: Final = "margin"
-"""Column with the difference between both scores."""
+"""Name of the column with the difference between the scores of the two completions."""
 
 
 def convert_pair(place: str, row: Mapping[str, object], columns: PairColumns) -> Mapping[str, object]:
-    """Return a row with its prompt, without the beginning of the completions that repeats the prompt.
+    """Return a row of preference data as a prompt and two completions that do not repeat the prompt.
 
-    Rows with a prompt and completions without it are returned unchanged. Raises BadInput if the row has another shape,
-    and TiedRow if the scores of both completions are equal and `drop` contains "ties".
+    Rows that already have this form are returned unchanged. Raises BadInput, which names the row as `place`, if the row
+    has another shape. Raises TiedRow if both completions have the same score and `drop` contains "ties".
     """
     config = columns.file
     if columns.form == "ranked":
@@ -57,8 +57,8 @@ def convert_pair(place: str, row: Mapping[str, object], columns: PairColumns) ->
 def _split_chats(
     place: str, row: Mapping[str, object], chats: Sequence[list[object]], columns: PairColumns
 ) -> dict[str, object]:
-    """Return the common prompt of two chats, and the last message of each. Raises BadInput if they have no common
-    prompt, or if the row has another prompt."""
+    """Split two chats into their common prompt and the last message of each, which is the completion. Raises BadInput
+    if they do not begin with the same prompt, or if the row's prompt column contains another one."""
     config, (chosen, rejected) = columns.file, chats
     if not chosen or not rejected:
         name = config.rejected_column if chosen else config.chosen_column
@@ -88,7 +88,7 @@ def _text_of(turn: object) -> str:
 
 
 def _split_texts(place: str, chosen: str, rejected: str, config: FilePreferences) -> dict[str, object]:
-    """Return the common beginning of two texts as the prompt, and the rest of each as a completion.
+    """Split two texts into their common beginning, which is the prompt, and the rest of each, which is the completion.
 
     Transcripts of HH-RLHF become chats. Raises BadInput if the texts have no common beginning.
     """
@@ -110,14 +110,14 @@ def _split_texts(place: str, chosen: str, rejected: str, config: FilePreferences
 
 
 def find_prompt_end(chosen: str, rejected: str) -> int:
-    """Return the length of the common beginning of two texts, without a space at its end (as TRL's `extract_prompt`,
-    so the completions begin with the space)."""
+    """Return the length of the common beginning of two texts. A space at its end is not counted, so that the
+    completions begin with the space, as in TRL's `extract_prompt`."""
     end = len([*takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))])
     return end - 1 if end and chosen[end - 1] == " " else end
 
 
 def _read_transcript(text: str) -> list[object]:
-    """Return the turns of a transcript of HH-RLHF as messages."""
+    """Return the turns of a transcript in the format of the data set HH-RLHF as messages."""
     _, *parts = _TURN.split(text)
     return [
         {"role": _ROLES[author], "content": said.strip()} for author, said in zip(parts[::2], parts[1::2], strict=True)
@@ -126,14 +126,14 @@ def _read_transcript(text: str) -> list[object]:
 
 # ---- scores
 def _require_unequal_scores(place: str, row: Mapping[str, object]) -> None:
-    """Raise TiedRow if the row has scores of both completions, or a margin, and neither completion is better."""
+    """Raise TiedRow if the row has equal scores for both completions, or a margin of 0."""
     scores = [row.get(name) for name in (CHOSEN_SCORE, REJECTED_SCORE)]
     if row.get(MARGIN) == 0 or (scores[0] is not None and scores[0] == scores[1]):
         raise TiedRow(f"{place}: both completions have the same score")
 
 
 def _choose_extremes(place: str, row: Mapping[str, object], columns: PairColumns) -> Mapping[str, object]:
-    """Return a row with the completion of the highest and the lowest score as the pair.
+    """Return a row whose pair consists of the completions with the highest and the lowest score in its list.
 
     Raises TiedRow if several completions have the highest or the lowest score, and BadInput if a completion has no text
     or no score.
@@ -171,7 +171,7 @@ def _first_field(completion: object, names: Sequence[str]) -> object:
 
 
 def _read_score(place: str, score: object, column: str) -> float:
-    """Return a score as a number. Raises BadInput for other values, and for texts that are not numbers."""
+    """Return the score of a completion as a number. Raises BadInput for values, and texts, that are not numbers."""
     try:
         number = float(score) if isinstance(score, int | float | str) else None
     except ValueError:

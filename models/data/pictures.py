@@ -22,10 +22,10 @@ from models.data.problems import Problem, sample_problems
 
 CELLS: Final = 3
 CELL: Final = 8
-"""Number of cells along a side of a picture, and side length of a cell in pixels."""
+"""Number of cells along a side of a picture (`CELLS`), and side length of a cell in pixels (`CELL`)."""
 COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (235, 210, 40)}
 COMMON: Final = (0.5, 0.25, 0.15, 0.1)
-"""Probability of each color, for shapes and for questions. With equal probabilities, neither the color of a cell nor
+"""Probability of each color, for shapes and for questions. With equal probabilities, neither the color of a shape nor
 the color in the question would alone say anything about the answer, so training would start without gradients."""
 GROUND: Final = (20, 20, 20)
 EMPTY_SHARE: Final = 0.25
@@ -36,8 +36,8 @@ Cell = tuple[str, str] | None
 
 
 def _masks() -> dict[str, NDArray[np.bool_]]:
-    """Return the pixels that each shape covers, as boolean arrays of shape (`CELL`, `CELL`), by the letter of the
-    shape."""
+    """Return the pixels that each shape covers, by the letter of the shape ("O", "S", "X"), as boolean arrays of shape
+    (`CELL`, `CELL`)."""
     y_YX, x_YX = np.mgrid[:CELL, :CELL] - (CELL - 1) / 2
     inside = np.maximum(abs(x_YX), abs(y_YX)) < CELL / 2 - 1
     return {
@@ -48,12 +48,12 @@ def _masks() -> dict[str, NDArray[np.bool_]]:
 
 
 MASKS: Final = _masks()
-"""Pixels that each shape covers, by the letter of the shape."""
+"""Pixels of a cell that each shape covers, by the letter of the shape."""
 
 
 def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split. No two problems ask the same question about the same picture, and the same seed
-    gives the same problems.
+    """Generate the problems of a split ("train" or "heldout"). No two problems ask the same question about the same
+    picture, and the same seed gives the same problems.
 
     Raises BadInput if there are not enough different problems.
     """
@@ -69,7 +69,8 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
 
 
 def _sample_problem(rng: Random, *, source: str) -> Problem:
-    """Sample one problem with its picture and its worked answer."""
+    """Sample one problem with its picture and its worked answer, which lists the cells with the count of shapes so
+    far."""
     target_colour = _colour(rng)
     cells = [_cell(rng) for _ in range(CELLS**2)]
     count, work = 0, []
@@ -98,7 +99,7 @@ def _colour(rng: Random) -> str:
 
 
 def draw_cells(cells: list[Cell]) -> bytes:
-    """Draw cells row by row as a PNG file."""
+    """Draw the cells of a picture, which are listed row by row, and encode the picture as PNG."""
     pixels = np.full((CELLS * CELL, CELLS * CELL, 3), GROUND, np.uint8)
     for place, cell in enumerate(cells):
         if cell is not None:

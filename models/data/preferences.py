@@ -39,35 +39,36 @@ class Preference:
     """Preference pair: a better and a worse completion of the same prompt."""
 
     source: str
-    """Origin of the pair in messages, such as `pairs.jsonl:17`."""
+    """Origin of the pair for messages, such as `pairs.jsonl:17`."""
     prompt: Prompt
     chosen: str
-    """Text of the better completion. Empty if `chosen_message` has only other fields."""
+    """Text of the better completion. Empty if the completion has only other fields, such as tool calls."""
     rejected: str
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
     chosen_message: Message | None = None
-    """Better completion as a message, if it has more fields than the text, such as tool calls."""
+    """Better completion as a message, if it has other fields than its text, such as tool calls. None otherwise."""
     rejected_message: Message | None = None
 
     @property
     def completions(self) -> tuple[tuple[str, Message | None], tuple[str, Message | None]]:
-        """Better and worse completion: the text, and the message if it has more fields than the text."""
+        """Better and worse completion, each as its text and, if it has other fields than the text, its message."""
         return (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
 
     def identity(self, version: int) -> str:
-        """Return the text that identifies the prompt. `version` is the version of the rules for reading files."""
+        """Return the text that identifies the prompt when pairs are compared. `version` is the version of the rules for
+        reading files."""
         return identity(self.prompt, tools=self.template.tools, version=version)
 
     def split_key(self, version: int) -> str:
-        """Return the text whose hash assigns the prompt to a split. `version` is the version of the rules for reading
-        files."""
+        """Return the text whose hash decides whether the pair is held out. `version` is the version of the rules for
+        reading files."""
         return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
 class PreferenceSource(Protocol):
-    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order.
-    `load_preferences` calls it."""
+    """Function that generates or reads preference pairs, called by `load_preferences`. The same arguments give the same
+    pairs in the same order."""
 
     def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- differs
         """Return the preference pairs of the split `train` or `heldout`."""
@@ -75,14 +76,14 @@ class PreferenceSource(Protocol):
 
 
 def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
-    """Return the preference pairs of the split `train` or `heldout` in a fixed order. No prompt is in both splits."""
+    """Return the preference pairs of a split ("train" or "heldout") in a fixed order. No prompt is in both splits."""
     return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
 
 
 def arithmetic_preferences(
     preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
 ) -> list[Preference]:
-    """Generate pairs of the worked answer to a problem and a wrong completion.
+    """Generate preference pairs: the worked answer to an arithmetic problem is better, a wrong completion is worse.
 
     The problems are reshuffled after all have been used. Raises BadInput if such pairs cannot be built from the data
     source.
@@ -107,7 +108,7 @@ def arithmetic_preferences(
 
 
 def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed: int) -> list[Preference]:
-    """Read the pairs of a split in file order.
+    """Read the preference pairs of a split ("train" or "heldout") in file order.
 
     Raises BadInput if the split is empty, a row is invalid or a held-out prompt is also a training prompt.
     """
@@ -136,13 +137,14 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 
 
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
-    """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
+    """Read all pairs of a file, before the template is applied and the split is chosen. Raises BadInput for invalid
+    rows."""
     return _read_and_count(path, config)[0]
 
 
 def report_file(config: FilePreferences, split: str) -> ReadingReport:
-    """Report which shape was recognized in the file of a split, and how many rows `drop` leaves out. The file of both
-    splits counts for the training split."""
+    """Report the shape that was recognized in the file of a split, and the number of rows that are left out because of
+    `drop`."""
     path = config.path if split == "train" else config.heldout_path
     if path is None:
         return ReadingReport()
@@ -152,7 +154,7 @@ def report_file(config: FilePreferences, split: str) -> ReadingReport:
 
 
 def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preference], Mapping[str, int]]:
-    """Read all pairs of a file, and count the rows that `drop` leaves out, by reason."""
+    """Read all pairs of a file, and count the rows that are left out because of `drop`, by reason."""
     found = find_pair_columns(path, config)
     pairs, input_errors = list[Preference](), RowErrors(config.drop)
     is_table, config = find_data_files(path).is_table, found.file
@@ -176,7 +178,7 @@ def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preferenc
 
 
 def _list_columns(columns: PairColumns) -> list[str]:
-    """Return the columns that every row of a file must have."""
+    """Return the names of the columns that every row of a preference file must have."""
     config = columns.file
     prompts = [config.prompt_column] if columns.has_prompts else []
     pairs = [columns.completions_column] if columns.form == "ranked" else [config.chosen_column, config.rejected_column]
@@ -184,7 +186,7 @@ def _list_columns(columns: PairColumns) -> list[str]:
 
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
-    """Return the preference pair in a row. Raises BadInput, which names the row's `place`, if the row is invalid."""
+    """Return the preference pair in a row. `place` names the row in messages. Raises BadInput if a value is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
     if count_image_places(prompt):
         raise BadInput(
@@ -212,7 +214,8 @@ def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, 
 def _read_completion(
     place: str, row: Mapping[str, object], column: str, config: FilePreferences
 ) -> tuple[str, Message | None]:
-    """Return the completion in a column, which is either plain text or a chat with one assistant message.
+    """Return the completion in a column of a row: its text, and its message if that has other fields than the text. The
+    column contains plain text or a chat with one message of the assistant.
 
     The message is returned if it has more fields than the text. Raises BadInput if the value has another form.
     """
@@ -238,7 +241,7 @@ def _read_completion(
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
-    """Raise BadInput if a held-out prompt is also a training prompt."""
+    """Raise BadInput if the prompt of a held-out pair is also the prompt of a training pair."""
     training_prompts, input_errors = (
         {pair.identity(config.version) for pair in _read_pairs(config.path, config)},
         InputErrors(),

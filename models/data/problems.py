@@ -19,7 +19,7 @@ from models.data.images import convert_image, digest_of
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """Placeholder, in the content of a message, for the next image of the problem."""
+    """Placeholder in the content of a message, at which the next image of the problem is inserted."""
 
 
 Content = str | tuple[str | ImagePlace, ...] | None
@@ -33,28 +33,28 @@ class Message:
     role: str
     content: Content
     name: str = ""
-    """Name of the tool or person that wrote the message, or an empty string."""
+    """Name of the tool or person that wrote the message. Empty if it has none."""
     fields: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Other fields that chat templates use, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
 
     @property
     def parts(self) -> tuple[str | ImagePlace, ...]:
-        """Texts and images of the content, in order."""
+        """Texts and image placeholders of the content, in order."""
         return (self.content,) if isinstance(self.content, str) else self.content or ()
 
     @property
     def text(self) -> str:
-        """Text of the message. Images are omitted."""
+        """All texts of the message joined, without its images."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     def encode(self) -> dict[str, Any]:
-        """Return the message in the format of chat templates. A content of None is absent, as transformers has it."""
+        """Return the message as an object for chat templates. It has no key `content` if the content is None."""
         content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.parts]
         contents = {} if self.content is None else {"content": content}
         return {"role": self.role, **contents} | ({"name": self.name} if self.name else {}) | {**self.fields}
 
     def values(self) -> list[JsonValue]:
-        """Return the values that identify the message. Without `fields`, these are role, content and name.
+        """Return the values by which the message is identified: role, content and name, and `fields` if there are any.
 
         The values do not depend on the format of the file: nulls are absent, and arguments of calls are objects.
         """
@@ -64,7 +64,7 @@ class Message:
 
 
 def _parse_arguments(value: Any, name: str = "") -> Any:  # noqa: ANN401 -- a field of a message
-    """Return a field of a message in which the arguments of tool calls that are JSON text are objects."""
+    """Return a field of a message in which arguments of tool calls that are JSON text are replaced by the object."""
     match value:
         case Mapping():
             return {key: _parse_arguments(each, key) for key, each in value.items()}
@@ -77,45 +77,45 @@ def _parse_arguments(value: Any, name: str = "") -> Any:  # noqa: ANN401 -- a fi
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
-    """Return a text or image of a message as a content part in the format of chat templates."""
+    """Return a text or an image placeholder as a content part for chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 Prompt = str | tuple[Message, ...]
-"""Prompt: plain text, or a chat that the tokenizer's chat template renders."""
+"""Prompt of a problem: plain text, or a chat that the tokenizer's chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateArguments:
-    """Arguments that the chat template receives for one prompt, in addition to the messages."""
+    """Arguments with which the chat template renders one prompt, in addition to the messages."""
 
     tools: tuple[Mapping[str, JsonValue], ...] = field(default=(), hash=False)
-    """JSON schemas of the tools that the prompt describes."""
+    """JSON schemas of the tools that the prompt describes to the policy."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Variables for the chat template, by name, such as `enable_thinking`."""
 
     def with_default_tools(self, tools: Sequence[Mapping[str, JsonValue]]) -> "TemplateArguments":
-        """Return the arguments, with these tools added if the prompt does not define tools."""
+        """Return these arguments with the given tools added, if they contain no tools."""
         return self if self.tools or not tools else replace(self, tools=tuple(tools))
 
 
 NO_ARGUMENTS: Final = TemplateArguments()
-"""Template arguments of a prompt that shows no tools and sets no variables."""
+"""Arguments for the chat template of a prompt without tools and variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Task for the policy, with the reference data from which rewards are computed."""
+    """Task for the policy: a prompt, and the reference data from which rewards are computed."""
 
     source: str
-    """Origin of the problem in messages, such as `train.jsonl:17`."""
+    """Origin of the problem for messages, such as `train.jsonl:17`."""
     prompt: Prompt
     answer: str
     """Reference answer, or an empty string if the data has no answers."""
     worked: str | None = None
-    """Worked solution, which ends in the answer, or None if there is none."""
+    """Worked solution, which ends in the answer, or None if it is not known."""
     worked_turns: tuple[str, ...] = ()
-    """Worked solution of an episode: turns of the policy, alternating with replies of the environment."""
+    """Worked solution of an episode: turns of the policy and replies of the environment, alternately."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """Encoded images of the prompt, in order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
@@ -123,7 +123,7 @@ class Problem:
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
     part: int = 0
-    """Index of the part of its source that contains the problem, if parts are sampled by weight
+    """Index of the part of the source from which the problem comes, if the source has weights
     (`DataSource.weights`)."""
 
     @property
@@ -132,30 +132,31 @@ class Problem:
         return tuple(map(digest_of, self.images))
 
     images_column: str = ""
-    """Name of the data file's image column, for error messages, or an empty string."""
+    """Name of the column from which the images were read, for messages. Empty if there is none."""
     identity_version: int = 1
-    """Version of the rule for the identity of the problem (`ProblemFile.version`)."""
+    """Version of the rules for reading files (`ProblemFile.version`), on which `identity` and `split_key` depend."""
 
     def find_image(self, number: int) -> str:
-        """Return the origin of an image for messages. `number` is the index of the image, starting at 0."""
+        """Return the origin of the image with index `number` for messages, such as `train.jsonl:17: image 1`."""
         column = f"{self.images_column}: " if self.images_column else ""
         return f"{self.source}: {column}image {number + 1}"
 
     @property
     def identity(self) -> str:
-        """Text by which the problem is identified in hashes and comparisons: its prompt, images, columns and tools."""
+        """Text that identifies the problem in hashes and comparisons: its prompt, images, columns and tools."""
         tools, version = self.template.tools, self.identity_version
         return identity(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
     @property
     def split_key(self) -> str:
-        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same text."""
+        """Text whose hash assigns the problem to a split. Problems that are nearly equal have the same text."""
         tools, version = self.template.tools, self.identity_version
         return split_key(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
 
 def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
-    """Return a chat with its template arguments as JSON, or an empty text if role, content and name say everything."""
+    """Return a chat and its template arguments as JSON. Empty if role, text and name of the messages are all there
+    is."""
     if isinstance(prompt, str):
         return ""
     if not any(each.fields or each.content is None for each in prompt) and arguments == NO_ARGUMENTS:
@@ -169,7 +170,7 @@ def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
 
 
 def decode_template_input(encoded: str) -> tuple[tuple[Message, ...], TemplateArguments]:
-    """Return the messages and template arguments that `encode_template_input` encoded. Nothing for an empty text."""
+    """Return the messages and arguments that `encode_template_input` encoded. For an empty text, return no messages."""
     if not encoded:
         return (), NO_ARGUMENTS
     document = json.loads(encoded)
@@ -186,7 +187,7 @@ def _decode_message(turn: dict[str, Any]) -> Message:
 
 
 class ProblemSource(Protocol):
-    """Function that generates or reads the problems of one kind of data source. `load_problems` calls it.
+    """Function that generates or reads the problems of a data source, called by `load_problems`.
 
     The same arguments give the same problems in the same order, and no problem is in both splits.
     """
@@ -197,7 +198,7 @@ class ProblemSource(Protocol):
 
 
 class ExclusionFilter(Protocol):
-    """Function that finds the training problems that a source excludes, such as near-duplicates."""
+    """Function that finds the training problems that a data source excludes, such as near-duplicates."""
 
     def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- own settings class
         """Return the reason for each excluded problem, keyed by the problem's origin (`Problem.source`)."""
@@ -205,7 +206,7 @@ class ExclusionFilter(Protocol):
 
 
 def find_exclusions(data: DataConfig, seed: int) -> dict[str, str]:
-    """Return the training problems that a source excludes: the reason by the origin of the problem."""
+    """Return the training problems that a data source excludes: the reason for each, keyed by the problem's origin."""
     if not data.exclusion_filter:
         return {}
     return cast(ExclusionFilter, find_target(data.exclusion_filter, where=f"data {data.label!r}"))(data, seed)
@@ -227,7 +228,7 @@ def identity(
     tools: Sequence[Mapping[str, JsonValue]] = (),
     version: int = 1,
 ) -> str:
-    """Return a text that identifies a prompt with its images (by digest) and columns in hashes and comparisons.
+    """Return the text that identifies a problem in hashes and comparisons. `images` are the digests of its images.
 
     `columns` are the additional values that an environment receives, and `tools` the schemas that a chat shows. In
     version 2 the text does not depend on the format of the file, on Unicode normalization or on outer white space.
@@ -243,7 +244,7 @@ def split_key(
     tools: Sequence[Mapping[str, JsonValue]] = (),
     version: int = 1,
 ) -> str:
-    """Return the text whose hash assigns a prompt to a split.
+    """Return the text whose hash assigns a problem to a split. The arguments are those of `identity`.
 
     In version 1 this is the identity. In version 2, prompts that differ only in letter case, white space or Unicode
     normalization have the same key, so such near twins are never in different splits.
@@ -259,8 +260,7 @@ def _identify(
     *,
     convert: Callable[[str], str] | None,
 ) -> str:
-    """Return prompt, images, columns and tools as one text. `convert` is applied to every text in them if it is
-    given."""
+    """Return prompt, images (digests), columns and tools as one text. `convert`, if given, is applied to all texts."""
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
@@ -276,13 +276,13 @@ def _identify(
 
 
 def _convert_turn(turn: Message, convert: Callable[[str], str]) -> JsonValue:
-    """Return the values that identify a message, without null fields and with every text converted."""
+    """Return the values that identify a message, without null fields and with `convert` applied to every text."""
     fields = map_texts(drop_absent(turn.fields), convert)
     return map_texts(replace(turn, fields=cast(dict[str, JsonValue], fields)).values(), convert)
 
 
 def encode_columns(columns: Mapping[str, JsonValue]) -> str:
-    """Encode the columns for an environment as canonical JSON."""
+    """Encode columns as JSON with sorted keys, so that equal columns have equal texts."""
     return json.dumps(columns, ensure_ascii=False, sort_keys=True, allow_nan=False)
 
 
@@ -298,21 +298,21 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
 
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
-    """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
+    """Raise BadInput if a chat has image placeholders, but their number differs from the number of images."""
     places = count_image_places(prompt)
     if places and places != images:
         raise BadInput(f"{source}: the messages have {places} image placeholders, but the row has {images} images")
 
 
 def count_image_places(prompt: Prompt) -> int:
-    """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
+    """Return the number of image placeholders in a prompt: 0 if the prompt does not say where its images belong."""
     if isinstance(prompt, str):
         return 0
     return sum(isinstance(part, ImagePlace) for turn in prompt for part in turn.parts)
 
 
 def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
-    """Return a chat with missing image placeholders added before the text of the first user message.
+    """Return a chat in which placeholders for the other images are added before the text of the first user message.
 
     The content of every returned message is a tuple of parts, or None.
     """
@@ -327,7 +327,7 @@ def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message,
 
 
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:
-    """Return the template with a plain-text prompt inserted.
+    """Return a template in which `{prompt}` is replaced by a plain-text prompt.
 
     Chats are returned unchanged, because the tokenizer's chat template renders them.
     """
@@ -348,7 +348,7 @@ MAX_FRUITLESS_DRAWS: Final = 5000
 
 
 def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
-    """Generate distinct problems of a split. `draw` receives the origin for messages.
+    """Sample distinct problems of a split with `draw`, which receives the origin of the problem for messages.
 
     Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
     """
@@ -385,7 +385,7 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
 
 
 def _convert_images(problems: Sequence[Problem], data: DataConfig) -> list[Problem]:
-    """Return the problems with their images converted to RGB if policies would lose shades or transparency of them.
+    """Return the problems, with images converted to RGB if a policy would lose their shades or transparency.
 
     Raises one BadInput that lists all images that cannot be decoded.
     """

@@ -12,12 +12,13 @@ from models.config.preferences import Preferences
 
 @dataclass(frozen=True, slots=True)
 class ReadingReport:
-    """Report on the files of one split."""
+    """Report on how the files of a data source were read for one or more splits."""
 
     notes: tuple[str, ...] = ()
-    """Sentences about recognized shapes, for the plan."""
+    """Sentences for `rheostat plan` about the shapes that were recognized in the files."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows that `drop` leaves out, by reason. Rows that are too long for a model are not counted here."""
+    """Number of rows that are left out because of `drop`, by reason. Rows that are too long for a model are not
+    included."""
 
     def __add__(self, other: "ReadingReport") -> "ReadingReport":
         """Return the report on the files of both reports."""
@@ -26,8 +27,7 @@ class ReadingReport:
 
 
 class ReadingReporter(Protocol):
-    """Function that reports how the files of one kind of data source or preferences are read. `report_reading` calls
-    it."""
+    """Function that reports how one kind of data source or preferences reads its files, called by `report_reading`."""
 
     def __call__(self, settings: Any, split: str, /) -> ReadingReport:  # noqa: ANN401 -- own settings class
         """Return the report on the files that only this split reads: the training file for "train" if both splits read
@@ -36,7 +36,8 @@ class ReadingReporter(Protocol):
 
 
 def report_reading(settings: DataSource | Preferences, *splits: str) -> ReadingReport:
-    """Return the report on the files of a data source or of preferences. Empty if it reads no files."""
+    """Return the report on how a data source or preferences reads the files of some splits. Empty if it reads no
+    files."""
     report = ReadingReport()
     if not settings.reading_reporter:
         return report

@@ -27,25 +27,27 @@ T = TypeVar("T", str, bytes, covariant=True)
 
 
 class LineReader(Protocol[T]):
-    """File that can be read line by line: a buffered binary file or a text file."""
+    """File that is read line by line: a buffered binary file or a text file."""
 
     def readline(self, size: int, /) -> T:
-        """Return the next line, but at most `size` bytes or characters. Empty at the end of the file."""
+        """Return the next line, or its first `size` bytes or characters if it is longer. Empty at the end of the
+        file."""
         ...
 
 
 TEXTS: Final = (".jsonl", ".json", ".csv", ".tsv")
-"""Suffixes of text files that can be read. A suffix in `PACKED` may follow for compressed files."""
+"""File name suffixes of text files with rows. They may be followed by a suffix in `PACKED` for compressed files."""
 PACKED: Final = (".gz", ".zst")
-"""Suffixes of compressed text files."""
+"""File name suffixes of compressed text files."""
 DELIMITERS: Final = {".csv": ",", ".tsv": "\t"}
-"""Separators of columns, by the suffix of the file."""
+"""Character that separates columns, by the suffix of the file."""
 MAX_LINE_MEBIBYTES: Final = 256
-"""Maximum length of a line after decompression, in MiB."""
+"""Maximum length of a line in MiB, after decompression."""
 MAX_ARRAY_MEBIBYTES: Final = 2048
-"""Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
+"""Maximum size of a JSON array in MiB, after decompression. An array is loaded into memory as a whole."""
 MISSING_IN_CSV: Final = frozenset(("nan", "NaN", "-nan", "-NaN", "<NA>", "NaT", "#N/A", "inf", "-inf"))
-"""Texts that data frames and spreadsheets write to CSV and TSV files for missing values and infinite numbers."""
+"""Texts in CSV and TSV files that stand for missing values or infinite numbers, as written by data frames and
+spreadsheets."""
 READ_BYTES: Final = 2**20
 """Number of bytes of a file that are read at a time, which limits memory."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow", ".feather")
@@ -74,7 +76,7 @@ def read_rows(
 def _read_file(
     here: Path, columns: Sequence[str], input_errors: InputErrors, *, optional: Sequence[str], name: str, version: int
 ) -> Iterator[FileRow]:
-    """Yield the rows of one local file. `name` is the name of the file in messages."""
+    """Yield the rows of one local file, as `read_rows` does. `name` names the file in messages."""
     try:
         if is_lfs_pointer(here):
             raise BadInput(f"{name} {FETCH_LFS}.")
@@ -99,22 +101,21 @@ def _read_file(
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Files of one data set: a single file, or the files of a folder in the order of the rows."""
+    """Files of one data set: a single file, or the files of a folder in the order of their rows."""
 
     files: tuple[tuple[Path, str], ...]
-    """Local path of each file, and its name in messages."""
+    """Local path of each file, with its name for messages."""
     is_folder: bool
 
     @property
     def is_table(self) -> bool:
-        """Whether the files are in Parquet or Arrow format. In these formats, structs have the same fields in all
-        rows."""
+        """Whether the files have the format Parquet or Arrow, in which structs have the same fields in all rows."""
         return find_format(self.files[0][0]) not in TEXTS
 
 
 def find_data_files(path: Path) -> DataFiles:
-    """Return the data files at a path, which names a file, a folder or a dataset on the Hub. Files in a bucket or on
-    the Hub are downloaded first.
+    """Return the data files at a path, which names a file, a folder or a dataset on the Hugging Face Hub. Files in a
+    bucket or on the Hub are downloaded first.
 
     Raises BadInput if there is no such file, or if the format cannot be read.
     """
@@ -145,11 +146,12 @@ def find_data_files(path: Path) -> DataFiles:
 
 
 PEEKED_ROWS: Final = 16
-"""Number of rows from which the shape of a file is recognized."""
+"""Number of rows at the start of a file from which its shape is recognized."""
 
 
 def peek_rows(path: Path) -> tuple[list[str], list[Mapping[str, object]]]:
-    """Return the columns and the first rows of a data set. Names of nested fields are dotted paths.
+    """Return the names of the columns and the first rows of a data set. Nested fields are named by dotted paths. Of a
+    folder, only the first file is read.
 
     Only the first file of a folder is read. Both lists are empty if the rows cannot be read: `read_rows` reports the
     reason. Raises BadInput if there is no such file.
@@ -164,7 +166,8 @@ def peek_rows(path: Path) -> tuple[list[str], list[Mapping[str, object]]]:
 
 
 def _check_present(place: str, values: Mapping[str, object]) -> None:
-    """Raise BadInput if a value of a CSV file is the text that data frames write for a missing value."""
+    """Raise BadInput, which names the row as `place`, if a value of a CSV file is a text that stands for a missing
+    value."""
     for column, value in values.items():
         if isinstance(value, str) and value.strip() in MISSING_IN_CSV:
             kind = BadInput if value.strip().lstrip("-") == "inf" else EmptyRow
@@ -176,14 +179,14 @@ def _check_present(place: str, values: Mapping[str, object]) -> None:
 
 
 def find_format(path: Path) -> str:
-    """Return the suffix that determines the format of a file. For `train.jsonl.gz` this is `.jsonl`."""
+    """Return the file name suffix that names the format of a file. For `train.jsonl.gz` this is `.jsonl`."""
     inner = Path(path.stem).suffix
     return inner if path.suffix in PACKED and inner in TEXTS else path.suffix
 
 
 def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int = 1) -> Iterator[FileRow]:
-    """Yield the rows of a text file. Values in CSV and TSV files are always text. `version` is the version of the rules
-    for reading."""
+    """Yield the rows of a text file. All values in CSV and TSV files are text. `name` names the file in messages, and
+    `version` is the version of the rules for reading files."""
     with _open(path) as content:
         match find_format(path):
             case ".jsonl":
@@ -196,15 +199,15 @@ def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int 
 
 
 def _open(path: Path) -> io.BufferedIOBase:
-    """Open a text file, which may be compressed, for reading bytes."""
+    """Open a text file for reading bytes. A compressed file is decompressed."""
     if path.suffix == ".zst":
         return io.BufferedReader(cast(io.RawIOBase, pa.input_stream(str(path), compression="zstd")))
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
-    """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a decompression
-    bomb."""
+    """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a file that is
+    small but decompresses to an enormous size."""
     max_bytes = MAX_LINE_MEBIBYTES * 2**20
     for number in count(1):
         line = content.readline(max_bytes)
@@ -219,10 +222,8 @@ def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
 
 
 def _read_whole(content: io.BufferedIOBase, name: str) -> bytes:
-    """Return the content of a file after decompression.
-
-    Raises BadInput if the content is larger than `MAX_ARRAY_MEBIBYTES`.
-    """
+    """Return the whole content of a file after decompression. Raises BadInput if it is larger than
+    `MAX_ARRAY_MEBIBYTES`."""
     max_bytes, encoded = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
     while len(encoded) < max_bytes and (
         piece := content.read(READ_BYTES)
@@ -239,8 +240,8 @@ def _read_whole(content: io.BufferedIOBase, name: str) -> bytes:
 def _read_csv_rows(
     content: io.BufferedIOBase, name: str, input_errors: InputErrors, *, version: int, delimiter: str
 ) -> Iterator[FileRow]:
-    """Yield the rows of a CSV or TSV file with a header line. Raises BadInput if the file is not such a file in
-    UTF-8."""
+    """Yield the rows of a CSV or TSV file whose first line names the columns. Raises BadInput if the file is not valid
+    or not in UTF-8."""
     csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
     text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(_iterate_lines(text, name), strict=True, delimiter=delimiter)
@@ -267,7 +268,8 @@ def _read_csv_rows(
 
 
 def _check_cells(place: str, cells: Sequence[str], header: Sequence[str] = ()) -> None:
-    """Raise BadInput if a cell contained bytes that are not UTF-8. Such bytes appear as surrogates in the cells."""
+    """Raise BadInput, which names the row as `place`, if a cell contained bytes that are not UTF-8. They were decoded
+    to surrogate characters."""
     for index, cell in enumerate(cells):
         if not cell.isascii():
             where = f"{place}: {header[index]}" if header else f"{place}, column {index + 1}"

@@ -9,26 +9,26 @@ from typing import Final, NamedTuple
 from pydantic import JsonValue
 
 RUBRIC: Final = "rubric"
-"""Name of the rubric among the columns of a problem."""
+"""Name under which a problem's rubric is stored in its columns."""
 _TEXTS: Final = ("criterion", "description", "text", "title")
 _WEIGHTS: Final = ("weight", "points")
 MAX_CRITERIA: Final = 100
-"""Maximum number of criteria in a rubric. Each costs one question to the judge."""
+"""Maximum number of criteria in a rubric. For each criterion, one question is sent to the judge."""
 
 
 class Criterion(NamedTuple):
-    """Criterion of a rubric."""
+    """One criterion of a rubric, by which a judge rates a completion."""
 
     text: str
     weight: float
-    """Points for a completion that meets the criterion. Negative for mistakes."""
+    """Weight of the criterion in the reward. Negative if the criterion describes a mistake."""
 
 
 Rubric = tuple[Criterion, ...]
 
 
 def parse_rubric(value: object) -> Rubric:
-    """Return the rubric in a column: a list of objects, or JSON text of such a list.
+    """Return the rubric that a column contains as a list of objects, or as JSON text of such a list.
 
     The text of a criterion is in `criterion`, `description`, `text` or `title`, its weight in `weight` or `points` (1
     if neither is present). Raises ValueError if the value is no rubric, or no weight is positive.
@@ -61,5 +61,5 @@ def _parse_criterion(value: object, number: int) -> Criterion:
 
 
 def encode_rubric(rubric: Rubric) -> JsonValue:
-    """Return a rubric as JSON, in the same form for every data file."""
+    """Return a rubric as JSON that does not depend on the format of the data file."""
     return [{"criterion": criterion.text, "weight": criterion.weight} for criterion in rubric]

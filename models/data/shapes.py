@@ -12,45 +12,46 @@ ShapeKind = Literal["prompts", "chats", "pairs", "ranked", "labels", "unknown"]
 CHAT_COLUMNS: Final = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog")
 """Names under which published data sets store whole chats."""
 PROMPT_NAMES: Final = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-"""Names under which published data sets store prompts, the most usual first."""
+"""Names under which published data sets store prompts, the most common one first."""
 ANSWER_NAMES: Final = (
     *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "reference_answer"),
     *("solution", "target", "label", "output", "response", "completion"),
 )
-"""Names under which published data sets store reference answers, the most usual first."""
+"""Names under which published data sets store reference answers, the most common one first."""
 COMPLETION_LISTS: Final = ("completions", "responses", "answers")
-"""Names under which published data sets store several completions of a prompt."""
+"""Names of columns in which published data sets store several completions of a prompt."""
 TEXT_FIELDS: Final = ("text", "content", "response", "completion", "answer")
-"""Names of the text of a completion in a list of completions."""
+"""Names of the field with the text of a completion, in a column with a list of completions."""
 SCORE_FIELDS: Final = ("score", "overall_score", "rating")
-"""Names of the score of a completion in a list of completions."""
+"""Names of the field with the score of a completion, in a column with a list of completions."""
 SCORES: Final = "scores"
-"""Column with the scores of a list of completions that are texts."""
+"""Name of the column with the scores, if the list of completions contains only texts."""
 HUMAN: Final = "\n\nHuman:"
 ASSISTANT: Final = "\n\nAssistant:"
-"""Marks of the turns in the texts of the data set HH-RLHF."""
+"""Marks with which the turns of the user and the assistant begin in the texts of the data set HH-RLHF."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Content of the rows of a data file, and the configuration keys that read the rows."""
+    """Kind of content that was recognized in the rows of a data file, and the configuration keys that read such
+    rows."""
 
     kind: ShapeKind
-    """Use of the rows: "prompts" with or without answers, whole "chats", preference "pairs", "ranked" completions (a
-    list of completions with scores), unpaired "labels", or "unknown"."""
+    """Content of a row: "prompts" (with or without answers), whole "chats", preference "pairs", "ranked" completions (a
+    list of completions with scores), "labels" (single completions labeled as good or bad), or "unknown"."""
     name: str
-    """Name of the shape, such as "ShareGPT chats". Empty for "unknown"."""
+    """Name of the shape for messages, such as "ShareGPT chats". Empty for "unknown"."""
     columns: tuple[str, ...] = ()
-    """Columns by which the shape was recognized."""
+    """Names of the columns by which the shape was recognized."""
     has_prompt_in_completions: bool = False
-    """Whether preference completions begin with the prompt."""
+    """Whether the completions of a preference pair begin with the prompt."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of `[data]` or `[preferences]` that read the rows, such as `prompt_column`. Keys with their default values
-    are included."""
+    """Keys of `[data]` or `[preferences]` that read the rows, such as `prompt_column`, with their values. Keys with
+    default values are included."""
 
     @property
     def label(self) -> str:
-        """Name of the shape and its columns, such as "ShareGPT chats in column conversations"."""
+        """Name of the shape and of its columns for messages, such as "ShareGPT chats in column conversations"."""
         noun = "column" if len(self.columns) == 1 else "columns"
         return f"{self.name} in {noun} {' and '.join(self.columns)}" if self.columns else self.name
 
@@ -59,7 +60,7 @@ UNKNOWN: Final = Shape("unknown", "")
 
 
 def recognize(columns: Sequence[str], first_rows: Sequence[Mapping[str, object]]) -> Shape:
-    """Return the shape of a data file with these columns and first rows.
+    """Return the shape of a data file, recognized from the names of its columns and its first rows.
 
     Columns may include nested fields as dotted paths. Preferences are recognized before chats, because files of
     preferences often also contain chats.
@@ -122,7 +123,8 @@ def _find_chats(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) ->
 
 
 def name_chat(value: object) -> str | None:
-    """Return the name of the format of a chat, or None if the value is not a list of turns."""
+    """Return the name of a chat's format, such as "ShareGPT chats". Return None if the value is not a list of
+    messages."""
     if not isinstance(value, list) or not value or not all(isinstance(turn, Mapping) for turn in value):
         return None
     if is_sharegpt_turn(value[0]):
@@ -131,7 +133,7 @@ def name_chat(value: object) -> str | None:
 
 
 def _find_prompts(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
-    """Return the shape of files with prompts and perhaps answers, or None for other files."""
+    """Return the shape of files with prompts, and possibly answers, or None for other files."""
     prompt = next((name for name in PROMPT_NAMES if name in columns), None)
     if prompt is None:
         return None
@@ -142,12 +144,13 @@ def _find_prompts(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) 
 
 
 def _find_answer(columns: Sequence[str], used: Sequence[str]) -> dict[str, str]:
-    """Return the key for the column with the reference answer, or nothing if no column has a usual name."""
+    """Return the configuration key `answer_column` with the name of the column that seems to contain reference answers.
+    Empty if there is none. `used` lists columns with other content."""
     answer = next((name for name in ANSWER_NAMES if name in columns and name not in used), None)
     return {} if answer is None else {"answer_column": answer}
 
 
 def first_value(rows: Sequence[Mapping[str, object]], column: str) -> object:
-    """Return the first value of a column that is not null, or None. `column` may be a dotted path."""
+    """Return the first value of a column that is not null, or None if all are null. `column` may be a dotted path."""
     values = (find_field(row, column) for row in rows if has_field(row, column))
     return next((value for value in values if value is not None), None)

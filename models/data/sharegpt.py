@@ -13,9 +13,10 @@ ROLES: Final = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-"""Role of a message for each author (`from`) of a ShareGPT turn."""
+"""Role of the message that a turn of a ShareGPT chat becomes, by the author (`from`) of the turn."""
 CALL: Final = "function_call"
-"""Author of a turn in which the assistant calls tools. Its text is one call, or a list of calls, as JSON."""
+"""Author (`from`) of a turn in which the assistant calls tools. The text of the turn is one call, or a list of calls,
+as JSON."""
 
 
 def is_sharegpt_turn(turn: object) -> bool:
@@ -24,8 +25,8 @@ def is_sharegpt_turn(turn: object) -> bool:
 
 
 def convert_turns(place: str, turns: Sequence[object], column: str) -> list[object]:
-    """Return the turns of a chat as messages with `role` and `content`. Turns that are not in the format of ShareGPT
-    are returned unchanged.
+    """Return the turns of a chat as messages with `role` and `content`. Turns that are not in ShareGPT's format are
+    returned unchanged.
 
     Raises BadInput, which names `place` and `column`, if the author of a turn is unknown or a call is not JSON.
     """
@@ -38,7 +39,7 @@ def convert_turns(place: str, turns: Sequence[object], column: str) -> list[obje
 
 
 def _convert_turn(place: str, turn: Mapping[str, object], column: str) -> dict[str, object]:
-    """Return one turn as a message. Fields other than the author and the text are kept."""
+    """Return one turn as a message. Fields of the turn other than `from` and `value` are kept."""
     others = {name: value for name, value in turn.items() if name not in ("from", "value", "role")}
     author = turn["from"]
     name = author.strip().lower() if isinstance(author, str) else ""
@@ -60,7 +61,7 @@ def _convert_turn(place: str, turn: Mapping[str, object], column: str) -> dict[s
 
 
 def _read_calls(place: str, turn: Mapping[str, object], column: str) -> list[object]:
-    """Return the tool calls of a turn in the format of OpenAI. Raises BadInput if the text is not JSON."""
+    """Return the tool calls in the text of a turn, in OpenAI's format. Raises BadInput if the text is not JSON."""
     text = turn.get("value")
     try:
         value = json.loads(text) if isinstance(text, str) else text

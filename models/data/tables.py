@@ -26,7 +26,7 @@ def read_table_rows(
     name: str,
     version: int,
 ) -> Iterator[FileRow]:
-    """Yield the rows of a Parquet or Arrow file with the given columns.
+    """Yield the rows of a Parquet or Arrow file with the columns in `columns`, and those in `optional` if they exist.
 
     Rows with values that cannot be read are added to `input_errors`. Raises BadInput if the file is invalid, lacks a
     column or has a column twice.
@@ -59,7 +59,8 @@ def read_table_rows(
 
 
 def peek_table(path: Path, count: int) -> tuple[list[str], list[Mapping[str, object]]]:
-    """Return the columns of a Parquet or Arrow file, with nested fields as dotted paths, and its first `count` rows.
+    """Return the names of the columns of a Parquet or Arrow file and its first `count` rows. Nested fields are named by
+    dotted paths.
 
     Raises ArrowException if the file is invalid, and ValueError if a value cannot be read.
     """
@@ -74,7 +75,7 @@ def peek_table(path: Path, count: int) -> tuple[list[str], list[Mapping[str, obj
 def _read_batch(
     batch: pa.RecordBatch, input_errors: InputErrors, *, name: str, start: int, version: int
 ) -> Iterator[FileRow]:
-    """Yield the rows of a record batch. `start` is the number of its first row in the file."""
+    """Yield the rows of a record batch. `start` is the number, in the file, of the first row of the batch."""
     maps = "strict" if version > 1 else None
     try:
         rows: list[Mapping[str, object]] = batch.to_pylist(maps_as_pydicts=maps)
@@ -107,8 +108,8 @@ def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
 
 
 def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Convert 32-bit floats to the 64-bit floats with the same decimal notation, so that 0.1 is equal to 0.1 in a JSON
-    file."""
+    """Convert 32-bit floats to the 64-bit floats that are printed with the same digits. The value 0.1 then equals 0.1
+    in a JSON file."""
     kind = values.type
     if pa.types.is_dictionary(kind) and pa.types.is_float32(kind.value_type):
         values = values.cast(kind.value_type)
@@ -119,7 +120,8 @@ def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _replace_floats(kind: pa.DataType, replacement: pa.DataType) -> pa.DataType:
-    """Return a type in which the 32-bit floats of lists, maps and structs, at any depth, have another type."""
+    """Return a type in which all 32-bit floats, also those inside lists, maps and structs, are replaced by another
+    type."""
     if pa.types.is_float32(kind):
         return replacement
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
@@ -149,10 +151,10 @@ def _read_arrow(path: Path) -> pa.Table:
 
 
 def require_columns(place: str, required: Sequence[str], columns: Collection[str], names: Sequence[str] = ()) -> None:
-    """Raise BadInput if a required column is missing in the file or row `place`.
+    """Raise BadInput if a required column is missing. `place` names the file or the row in messages.
 
-    The message lists `names` (default: the columns) and suggests the nearest one. Names of nested fields are dotted
-    paths.
+    The message lists the columns in `names` (default: `columns`) and suggests the nearest one. Nested fields are named
+    by dotted paths.
     """
     for column in required:
         if column not in columns:
@@ -160,7 +162,7 @@ def require_columns(place: str, required: Sequence[str], columns: Collection[str
 
 
 def describe_missing_column(place: str, column: str, names: Sequence[str]) -> str:
-    """Return the message about a column that is missing in the file or row `place`, which has the columns `names`."""
+    """Return the message that a column is missing. `place` names the file or the row, and `names` are its columns."""
     nearest = difflib.get_close_matches(column, names, n=1)
     nearest = nearest or [each for each in names if each.rpartition(".")[2] == column.rpartition(".")[2]][:1]
     hint = f", did you mean {nearest[0]!r}?" if nearest else "."

@@ -23,19 +23,19 @@ from models.data.rows import find_data_files, read_rows
 
 @dataclass(frozen=True, slots=True)
 class TrainingChat:
-    """Chat to train on, with all turns of the assistant."""
+    """Chat on which the policy is trained, including the turns of the assistant."""
 
     source: str
-    """Origin of the chat in messages, such as `chats.jsonl:17`."""
+    """Origin of the chat for messages, such as `chats.jsonl:17`."""
     messages: tuple[Message, ...]
     images: tuple[bytes, ...] = ()
     """Encoded images of the messages, in order."""
     template: TemplateArguments = NO_ARGUMENTS
-    """Arguments of the chat template."""
+    """Arguments with which the chat template renders the chat: tools and variables."""
 
     @property
     def turns(self) -> list[int]:
-        """Indices of the messages of the assistant."""
+        """Indices of the assistant's messages in `messages`."""
         return [index for index, message in enumerate(self.messages) if message.role == "assistant"]
 
     @property
@@ -44,11 +44,13 @@ class TrainingChat:
         return self.messages[: self.turns[0]]
 
     def identity(self, version: int) -> str:
-        """Return the text that identifies the prompt, as for problems with the same rules for reading files."""
+        """Return the text that identifies the prompt when chats are compared. `version` is the version of the rules for
+        reading files."""
         return identity(self.prompt, tools=self.template.tools, version=version)
 
     def split_key(self, version: int) -> str:
-        """Return the text whose hash assigns the chat to a split. Chats with the same prompt are in the same split."""
+        """Return the text whose hash decides whether the chat is held out. It depends only on the prompt, so chats with
+        the same prompt are in the same split. `version` is the version of the rules for reading files."""
         return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
@@ -78,8 +80,8 @@ def load_chats(
 
 
 def order_chats(num_chats: int, num_examples: int, seed: int) -> list[int]:
-    """Return the indices of the chats of all training steps in order: every chat once per epoch, reshuffled for every
-    epoch."""
+    """Return the indices of the chats for all training steps, in training order. Each epoch contains every chat once,
+    in another random order."""
     rng, order = Random(f"{seed}/warmup"), list[int]()
     while len(order) < num_examples:
         order += rng.sample(range(num_chats), k=min(num_chats, num_examples - len(order)))
@@ -104,7 +106,7 @@ def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[Tr
 def _build_chat(
     place: str, row: Mapping[str, object], config: ChatTraining, *, is_table: bool, root: Path, background: str
 ) -> TrainingChat:
-    """Return the chat in a row. Raises BadInput, which names the row's `place`, if the row is invalid."""
+    """Return the chat in a row. `place` names the row in messages. Raises BadInput if a value is invalid."""
     column = config.messages_column
     read = [column, *config.argument_columns]
     values = {name: omit_nulls(row.get(name)) for name in read} if is_table else row

@@ -17,11 +17,12 @@ from models.data.problems import Problem
 from models.data.rows import find_format, text_rows
 
 IMAGE_COLUMNS: Final = ("images", "image")
-"""Usual names of columns with the images of a prompt."""
+"""Common names of columns with the images of a prompt."""
 
 
 def list_column_notes(data: Settings, problems: Sequence[Problem]) -> Iterator[str]:
-    """Yield a note for each file with a column of images or tools that is not read. `problems` are those of `data`."""
+    """Yield a note for each data file with a column of images or tools that the configuration does not read. `problems`
+    are the problems of `data`."""
     with_text = {problem.source.rpartition(":")[0] for problem in problems if isinstance(problem.prompt, str)}
     for file, path in _iterate_files(data):
         names = _read_column_names(path)
@@ -42,7 +43,7 @@ def list_column_notes(data: Settings, problems: Sequence[Problem]) -> Iterator[s
 
 
 def _iterate_files(data: Settings) -> Iterator[tuple[ProblemFile, Path]]:
-    """Yield the settings and the path of each file of problems."""
+    """Yield the path of each file of problems that `data` names, with the settings for reading it."""
     if isinstance(data, ProblemFile):
         yield from ((data, path) for path in (data.path, data.heldout_path) if path is not None)
     source, sources = getattr(data, "source", None), getattr(data, "sources", ())

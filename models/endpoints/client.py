@@ -77,7 +77,7 @@ class EndpointClient:
         self._config, self._max_bytes, self._on_progress = config, max_bytes, on_progress
         base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
         self._endpoint = replace(base, path=f"{base.path}{path}")
-        self._key = _key(config.api_key_variable)
+        self._key = _read_api_key(config.api_key_variable)
         self._answered = 0
 
     def __str__(self) -> str:
@@ -85,9 +85,9 @@ class EndpointClient:
 
     def post(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         """Send all requests and return one result for each request, in order."""
-        return asyncio.run(self._ask(requests)) if requests else []
+        return asyncio.run(self._send_all(requests)) if requests else []
 
-    async def _ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
+    async def _send_all(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         """Send all requests, at most `concurrency` at a time, and return their results. If one of them raises an error,
         cancel the others."""
         # a retrying request keeps its place, so a busy server gets fewer requests
@@ -96,7 +96,7 @@ class EndpointClient:
 
             async def answer(request: EndpointRequest[R]) -> R:
                 async with places:
-                    return await self._answer(client, request)
+                    return await self._send_with_retries(client, request)
 
             tasks = [asyncio.create_task(answer(request)) for request in requests]
             try:
@@ -107,12 +107,12 @@ class EndpointClient:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _build_client(self) -> httpx.AsyncClient:
-        """Create the HTTP client with the API key."""
+        """Create the HTTP client, which sends the API key, if there is one, with every request."""
         headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         # No proxy and no .netrc of the environment: a proxy would resolve the name again and see the data. The limit on
-        # a whole request is in `_post`, because httpx limits only single steps.
+        # a whole request is in `_send_once`, because httpx limits only single steps.
         return httpx.AsyncClient(
             transport=PinnedTransport(self._endpoint, connections=self._config.concurrency),
             headers=headers,
@@ -121,7 +121,7 @@ class EndpointClient:
             follow_redirects=False,
         )
 
-    async def _answer(self, client: httpx.AsyncClient, request: EndpointRequest[R]) -> R:
+    async def _send_with_retries(self, client: httpx.AsyncClient, request: EndpointRequest[R]) -> R:
         """Send a request until an attempt succeeds, and return its result. Raises EndpointDown after the last attempt
         fails."""
         before, attempts = self._answered, self._config.retries + 1
@@ -129,14 +129,14 @@ class EndpointClient:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Unanswered),
             stop=stop_after_attempt(attempts),
-            wait=backoff + wait_exception(_requested_pause),
+            wait=backoff + wait_exception(_find_requested_pause),
             sleep=asyncio.sleep,
             reraise=True,
         )
         try:
             async for attempt in retrying:
                 with attempt:
-                    answer = await self._post(client, request, attempt=attempt.retry_state.attempt_number - 1)
+                    answer = await self._send_once(client, request, attempt=attempt.retry_state.attempt_number - 1)
         except _Unanswered as failure:
             # Some requests crash a server. A request that fails while others are answered is treated as its own error.
             if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._answered > before:
@@ -153,7 +153,7 @@ class EndpointClient:
         self._answered += 1
         return answer
 
-    async def _post(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, attempt: int) -> R:
+    async def _send_once(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, attempt: int) -> R:
         """Make one attempt to send a request, and return its result. Raises _Unanswered if the attempt fails in a way
         that may be temporary."""
         seconds = self._config.timeout_seconds
@@ -167,9 +167,9 @@ class EndpointClient:
             raise _Unanswered(redact(f"{type(error).__name__}: {error}".rstrip(": "), self._key)) from None
         finally:
             self._on_progress()
-        return self._judge(request, response, data)
+        return self._convert_response(request, response, data)
 
-    def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
+    def _convert_response(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
         """Return the result for a response. Raises _Unanswered for a failure that may be temporary, and WorkerFailed if
         the endpoint rejects requests."""
         status = response.status_code
@@ -205,7 +205,7 @@ async def _read_body(response: httpx.Response, *, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _key(variable: str | None) -> str:
+def _read_api_key(variable: str | None) -> str:
     """Return the API key that the environment variable `variable` contains. Raises BadInput if the key is missing or
     not plausible."""
     if variable is None:
@@ -220,7 +220,7 @@ def _key(variable: str | None) -> str:
     return key
 
 
-def _requested_pause(failure: BaseException) -> float:
+def _find_requested_pause(failure: BaseException) -> float:
     """Return the seconds that the server asked the client to wait before the next attempt. They are added to the
     client's own backoff."""
     return failure.retry_after if isinstance(failure, _Unanswered) else 0.0

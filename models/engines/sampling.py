@@ -55,14 +55,14 @@ def _draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tu
     if sampling.temperature == 0:
         tokens_B = logits_BV.argmax(dim=1)
     elif sampling.top_k or sampling.top_p < 1:
-        tokens_B = _pick_truncated(weights_BV, uniforms_B, sampling)
+        tokens_B = _sample_truncated(weights_BV, uniforms_B, sampling)
     else:
-        tokens_B = _pick(weights_BV, uniforms_B)
+        tokens_B = _sample(weights_BV, uniforms_B)
     chosen_B = shifted_BV.gather(1, tokens_B[:, None]).squeeze(1)
     return tokens_B, (chosen_B - weights_BV.sum(dim=1).log()).float()
 
 
-def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+def _sample(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Sample one token per row from unnormalized weights over the vocabulary by inverting the cumulative distribution
     at the uniform random numbers. A token of weight 0 is never sampled."""
     cumulative_BV = weights_BV.cumsum(dim=1)
@@ -73,7 +73,7 @@ def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return torch.minimum(picked_B1, last_B1).squeeze(1)
 
 
-def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> Tensor:
+def _sample_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> Tensor:
     """Sample from the `top_k` most likely tokens, reduced to the smallest set with `top_p` of their total weight.
 
     Tokens of equal weight are ordered by their ID.
@@ -86,4 +86,4 @@ def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingCo
         nucleus_B1 = sampling.top_p * cumulative_BV[:, -1:]
         # Keep a token if the tokens before it weigh less than `top_p`, so the most likely token always stays.
         sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(cumulative_BV[:, :-1] >= nucleus_B1, 0)
-    return order_BV.gather(1, _pick(sorted_BV, uniforms_B)[:, None]).squeeze(1)
+    return order_BV.gather(1, _sample(sorted_BV, uniforms_B)[:, None]).squeeze(1)

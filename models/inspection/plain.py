@@ -114,18 +114,18 @@ class DecoderSizes:
             blocks=self.layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
-            kept_numbers=self._kept,
-            norm_numbers=self._normed,
+            kept_numbers=self._num_kept_values,
+            norm_numbers=self._num_norm_values,
         )
 
     @property
-    def _normed(self) -> int:
+    def _num_norm_values(self) -> int:
         """Number of values per token that are inputs of the norms of one block."""
         width = (self.heads + self.kv_heads) * self.head_size if self._norms else 0
         return 2 * self.hidden_size + width
 
     @property
-    def _kept(self) -> int:
+    def _num_kept_values(self) -> int:
         """Number of values per token that autograd keeps for one block.
 
         For each norm: input, normalized values, output. For attention: queries, keys, values, and the output twice, the
@@ -248,7 +248,7 @@ def read_plain(directory: Path) -> tuple[DecoderSizes, PreTrainedTokenizerFast] 
             _read(_Generation, directory / "generation_config.json")
         _read(_Tokenizer, directory / "tokenizer_config.json")
         another = any((directory / name).exists() for name in ANOTHER)
-        if decoder is None or another or _header(directory / "model.safetensors") != decoder.weights():
+        if decoder is None or another or _read_shapes(directory / "model.safetensors") != decoder.weights():
             return None
         tokenizer = load_tokenizer(directory, kind=PreTrainedTokenizerFast)
     except (OSError, ValueError, ValidationError, RecursionError, SafetensorError, BadInput):
@@ -260,7 +260,7 @@ def _read(kind: type[R], path: Path) -> R:
     return kind.model_validate(json.loads(path.read_text()))
 
 
-def _header(path: Path) -> dict[str, Shape]:
+def _read_shapes(path: Path) -> dict[str, Shape]:
     """Return the shapes of the weights in a safetensors file, by name, from its header. Raises SafetensorError if the
     file is truncated."""
     with safe_open(path, framework="numpy") as opened:

@@ -58,7 +58,7 @@ def check_directory_user(
     environment: DialogueEnvironment, model: DirectoryUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
     """Check the simulated user's model in an external directory, and return its number of parameters."""
-    return _check(environment, inspect_directory(fetch_path(model.path)), problems=problems, gpus=gpus)
+    return _check_local_user(environment, inspect_directory(fetch_path(model.path)), problems=problems, gpus=gpus)
 
 
 def check_trained_user(
@@ -66,10 +66,12 @@ def check_trained_user(
 ) -> int:
     """Check the simulated user that a run would build and train, and return its number of parameters."""
     inspected = inspect_policy(model.shape, user_texts(environment, problems))
-    return _check(environment, inspected, problems=problems, gpus=gpus)
+    return _check_local_user(environment, inspected, problems=problems, gpus=gpus)
 
 
-def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequence[Problem], gpus: float) -> int:
+def _check_local_user(
+    environment: DialogueEnvironment, found: Inspected, *, problems: Sequence[Problem], gpus: float
+) -> int:
     """Check the context length and chat template of a simulated user, and return its number of parameters.
 
     Raises BadInput if the context is too short for the longest instructions and a reply, or if the chat template

@@ -37,7 +37,7 @@ _STATE_SPACE_TYPES: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "ne
 _UNADAPTED: Final = ("out_proj", "conv1d")
 """Names of linear and convolution layers in state-space models that never get a LoRA adapter in peft, because fused
 kernels read their weights directly (`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py)."""
-_KEPT: Final = 1.5
+_VALUES_KEPT_PER_VALUE: Final = 1.5
 """Estimate of the number of values that autograd keeps for the backward pass, per input or output value of a linear
 layer. Measured: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3, 1.8 in GPT-2."""
 
@@ -66,7 +66,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
     import peft  # peft imports DeepSpeed, which then chooses its accelerator, so not before the ranks have joined
 
     layers = adapted_layers(model, lora)
-    head = _head_name(model)
+    head = _find_head_name(model)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated as int, used as any number
@@ -120,7 +120,7 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
     file = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
     settings["target_modules"] = _shorten_names(model, settings["target_modules"])
-    if head := _head_name(model):
+    if head := _find_head_name(model):
         settings["modules_to_save"] = [head]  # peft loads it as a copy; training needs no copy
     # Written here in sorted order: peft writes a set, whose order differs between processes (another one for experts).
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True, default=sorted))
@@ -130,7 +130,7 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
 def outline(model: PreTrainedModel) -> ModelOutline:
     """Return the sizes and layers of a model without adapters, to estimate the memory that training needs. The model
     may be on the `meta` device."""
-    head = getattr(model, _head_name(model) or "", None)
+    head = getattr(model, _find_head_name(model) or "", None)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     text = model.config.get_text_config()
     return ModelOutline(
@@ -142,7 +142,7 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         blocks=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        kept_numbers=round(_KEPT * sum(layers.values()) / text.num_hidden_layers),
+        kept_numbers=round(_VALUES_KEPT_PER_VALUE * sum(layers.values()) / text.num_hidden_layers),
         norm_numbers=2 * text.hidden_size,
         attentions=attentions_of(model),
         recomputes=bool(layers_to_recompute(model)),
@@ -155,7 +155,7 @@ def _count_matmul_parameters(model: PreTrainedModel) -> int:
     text = model.config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     experts_per_token = getattr(text, "num_experts_per_tok", None) or experts
-    head = _head(model)
+    head = _find_head(model)
     looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for module in (*looked_up, head) if module is not None for weight in module.parameters()}
     total = 0 if head is None else sum(weight.numel() for weight in head.parameters() if weight.ndim > 1)
@@ -175,7 +175,7 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Lin
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """Return the linear layers of the language decoder that may get an adapter, by name. The output layer is
     excluded."""
-    head = _head(model)
+    head = _find_head(model)
     excluded = _UNADAPTED if getattr(model.config, "model_type", None) in _STATE_SPACE_TYPES else ()
     return {
         name: module
@@ -213,14 +213,14 @@ def _shorten_names(model: PreTrainedModel, layers: set[str]) -> list[str]:
     return sorted(layers if ends & {name.rpartition(".")[2] for name in other_names} else ends)
 
 
-def _head(model: PreTrainedModel) -> nn.Module | None:
+def _find_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the output layer of a language model or classifier, or None for an image denoiser."""
     if not isinstance(model, PreTrainedModel):
         return None
-    return model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
+    return model.get_output_embeddings() or getattr(model, _find_head_name(model) or "", None)
 
 
-def _head_name(model: PreTrainedModel) -> str | None:
+def _find_head_name(model: PreTrainedModel) -> str | None:
     """Return the attribute name of a classifier's output head, which is trained in addition to adapters, or None for a
     language model, whose head is not trained."""
     return next((name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)), None)

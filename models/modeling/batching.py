@@ -41,7 +41,8 @@ class Sequences:
     lengths: Sequence[int]
     """Number of tokens of each sequence."""
     prompts: Sequence[int]
-    """Number of prompt tokens of each sequence. Rows of a group with the same number share these tokens."""
+    """Number of prompt tokens of each sequence. Sequences of a group with equal numbers have the same prompt, which is
+    computed once per micro-batch."""
     groups: Sequence[int]
     patches: Sequence[int]
     """Number of image patches of each sequence. All rows of a group contain the same images, which the vision tower
@@ -103,15 +104,17 @@ class Divide(Protocol):
 def plan_step(
     rows: Rows, sequences: Sequences, *, ranks: int, microbatch_tokens: int, divide: Divide | None = None
 ) -> StepPlan:
-    """Balance one step's rows over the ranks and split each rank's rows into micro-batches, by default with
-    `pack_groups`."""
+    """Balance one step's rows over the ranks and split each rank's rows into micro-batches of at most
+    `microbatch_tokens` tokens. `divide` is the function that splits a rank's rows, by default `pack_groups`."""
     split = pack_groups if divide is None else divide
-    microbatches = [split(part, sequences, budget=microbatch_tokens) for part in _spread(rows, sequences, ranks)]
+    microbatches = [
+        split(part, sequences, budget=microbatch_tokens) for part in _spread_over_ranks(rows, sequences, ranks)
+    ]
     num_microbatches = max(len(part) for part in microbatches)
     return StepPlan(tuple(part + ((),) * (num_microbatches - len(part)) for part in microbatches))
 
 
-def _spread(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
+def _spread_over_ranks(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
     """Assign whole groups to ranks, so that prompts are shared within a rank. Assign single rows instead if this
     reduces the work of the busiest rank."""
     ways: list[list[Rows]] = []

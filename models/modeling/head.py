@@ -137,7 +137,7 @@ class _Gradients:
         )
 
 
-class _Saved(FunctionCtx):
+class _ChunkedContext(FunctionCtx):
     """Autograd context of `_ChunkedLogprobs`: the tensors and settings that its forward pass keeps for the backward
     pass."""
 
@@ -152,7 +152,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Saved,
+        ctx: _ChunkedContext,
         states_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -169,7 +169,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return torch.cat(chunks)
 
     @staticmethod
-    def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ChunkedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
         gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
         for start in range(0, len(states_NH), settings.rows):
@@ -179,7 +179,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return *gradient_sums.found(), None, None
 
 
-class _FusedGradients(FunctionCtx):
+class _FusedContext(FunctionCtx):
     """Autograd context of `_FusedLogprobs`, with the gradients that the forward pass has already computed."""
 
     saved_tensors: tuple[Tensor, Tensor | None, Tensor | None]
@@ -193,7 +193,7 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _FusedGradients,
+        ctx: _FusedContext,
         states_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -213,11 +213,11 @@ class _FusedLogprobs(torch.autograd.Function):
         return torch.cat(chunks)
 
     @staticmethod
-    def backward(ctx: _FusedGradients, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FusedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.saved_tensors, None, None, None
 
 
-class _Directions(FunctionCtx):
+class _FrozenContext(FunctionCtx):
     """Autograd context of `_FrozenLogprobs`, with the gradients of the log-probs with respect to the hidden states."""
 
     saved_tensors: tuple[Tensor]
@@ -234,7 +234,7 @@ class _FrozenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Directions,
+        ctx: _FrozenContext,
         states_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -253,7 +253,7 @@ class _FrozenLogprobs(torch.autograd.Function):
         return torch.cat(chunks)
 
     @staticmethod
-    def backward(ctx: _Directions, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FrozenContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (directions_NH,) = ctx.saved_tensors
         return (gradients[0][:, None] * directions_NH).to(directions_NH.dtype), None, None, None, None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_TRIED: Final = (2.0**-14, 1.0, -3.0, 10.0, -30.0, 100.0, 1000.0, 2.0**26)
+_TRIAL_OUTPUTS: Final = (2.0**-14, 1.0, -3.0, 10.0, -30.0, 100.0, 1000.0, 2.0**26)
 """Numbers that replace the head's output in the trial that detects a scale and a soft cap. The first is so small that
 only the scale affects it, the last so large that only the cap does."""
 
@@ -38,17 +38,17 @@ def logit_shape(model: PreTrainedModel, head: nn.Linear, tokens_1T: Tensor) -> L
     other function. They are found by replacing the head's output with chosen numbers and comparing the model's logits
     with these numbers. `tokens_1T` is any short input."""
     size = head.out_features
-    tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]
+    tried_V = torch.tensor(_TRIAL_OUTPUTS, device=tokens_1T.device).repeat(-(-size // len(_TRIAL_OUTPUTS)))[:size]
     put = head.register_forward_hook(lambda *_: tried_V.expand(*tokens_1T.shape, size))
     try:
         logits_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
     finally:
         put.remove()
-    scale, last = float(logits_V[0] / _TRIED[0]), float(logits_V[len(_TRIED) - 1])
+    scale, last = float(logits_V[0] / _TRIAL_OUTPUTS[0]), float(logits_V[len(_TRIAL_OUTPUTS) - 1])
     if not scale or not isfinite(scale):
         return None
     exact = round(scale, 6)
     shape = LogitShape(exact if abs(exact / scale - 1) < 1e-6 else scale)
-    if abs(last / (scale * _TRIED[-1]) - 1) > 0.5:
+    if abs(last / (scale * _TRIAL_OUTPUTS[-1]) - 1) > 0.5:
         shape = shape._replace(cap=last)
     return shape if torch.allclose(shape.apply(tried_V), logits_V, rtol=1e-4, atol=1e-6) else None

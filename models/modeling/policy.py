@@ -64,7 +64,7 @@ def load_weights(
     where = f"{what} {directory}"
     stored = read_stored_weights(directory, what=what)
     try:
-        with lock_model_construction(), _no_reports():
+        with lock_model_construction(), _suppress_reports():
             model, loading = architecture.from_pretrained(
                 str(directory),
                 dtype=dtype,
@@ -84,7 +84,7 @@ def load_weights(
 
 
 @contextmanager
-def _no_reports() -> Iterator[None]:
+def _suppress_reports() -> Iterator[None]:
     """Run the block with transformers' printed table of missing and unexpected weights turned off, because error
     messages report these weights."""
     before = transformers_logging.get_verbosity()

@@ -26,7 +26,7 @@ from models.modeling.experts import Routed, chosen_width, count_experts, routers
 from models.modeling.layout import MicroBatch
 from models.records.model_input import Experts
 
-_OWN: Final = -1
+_CHOOSES_FREELY: Final = -1
 """Marker in place of an expert's index where the router chooses freely: at padding, and at the last token of a row,
 whose state is not used."""
 _CHOOSING: Final = (torch.topk, Tensor.topk)
@@ -54,7 +54,7 @@ class _ChoosingThese(TorchFunctionMode):
         self.answers += 1
         router_LK = output.indices
         replayed_LK = self._chosen_LK.view_as(router_LK).to(router_LK.dtype)
-        chosen_LK = torch.where(replayed_LK == _OWN, router_LK, replayed_LK)
+        chosen_LK = torch.where(replayed_LK == _CHOOSES_FREELY, router_LK, replayed_LK)
         return torch.return_types.topk((args[0].gather(-1, chosen_LK), chosen_LK))
 
 
@@ -81,7 +81,7 @@ class ExpertReplay:
         """Return the recorded experts of every token on the device, in the order in which the model processes the
         tokens. With `shares`, this is the order of the single row that stores shared prompts once. Raises Damaged if
         recorded experts are missing or do not fit the model."""
-        chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _OWN, np.int32)
+        chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _CHOOSES_FREELY, np.int32)
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
             if each.experts is None and not len(each.trained_positions):
                 continue
@@ -126,7 +126,7 @@ def _chooses_once(router: nn.Module) -> bool:
     if top_k is None:
         return False
     biases = [weight.new_zeros(weight.shape[0]) for _ in [*signature(router.forward).parameters][1:]]
-    with _ChoosingThese(torch.full((1, top_k), _OWN, device=weight.device)) as mode:
+    with _ChoosingThese(torch.full((1, top_k), _CHOOSES_FREELY, device=weight.device)) as mode:
         try:
             output = router(weight.new_zeros(1, weight.shape[1]), *biases)
         except (RuntimeError, TypeError, AttributeError):  # the router reads or requires other inputs

@@ -42,7 +42,7 @@ class RewardModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     context: int
-    """Maximum length of a text in tokens."""
+    """Maximum length, in tokens, of a text that the model can score."""
 
     @property
     def pad(self) -> int | None:
@@ -114,7 +114,7 @@ def score(
     budget = batch_tokens if reward.pad is not None else 0
     for rows in pack(fit, [len(each) for each in inputs], budget=budget):
         began = time.perf_counter()
-        values_B = _forward(reward, lay_out([inputs[row] for row in rows]))
+        values_B = _score_batch(reward, lay_out([inputs[row] for row in rows]))
         on_pass(len(rows), time.perf_counter() - began)
         for row, value, finite in zip(rows, values_B.tolist(), values_B.isfinite().tolist(), strict=True):
             scores[row] = ScoredTexts(value, None) if finite else ScoredTexts(None, f"the model's score is {value}")
@@ -128,7 +128,7 @@ def _check_length(length: int, context: int) -> ScoredTexts:
 
 
 @torch.inference_mode()
-def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
+def _score_batch(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
     """Return the reward model's float32 score of each row of a micro-batch. Padding is masked in attention."""
     lengths_B = torch.tensor([len(each) for each in batch.inputs])
     mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]

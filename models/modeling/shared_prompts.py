@@ -37,11 +37,11 @@ from models.records.model_input import ModelInput
 from models.vision.tower import treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
-_INSIDE: Final = ("sdpa", "eager")
+_PADDED_ATTENTIONS: Final = ("sdpa", "eager")
 """Attention implementations that can be used if rows share prompts. Models with soft caps or attention sinks need
 "eager", because sdpa supports neither."""
 
-_CLOSE: Final = {torch.float32: 1e-4}
+_MAX_DIFFERENCE: Final = {torch.float32: 1e-4}
 """Maximum relative difference between hidden states computed with and without prompt sharing, by dtype. Sums in another
 order cause small differences."""
 
@@ -127,7 +127,7 @@ def shared_states(
     return states_LH
 
 
-def _eager(module: nn.Module, *states: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+def _compute_eager_attention(module: nn.Module, *states: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
     """Compute attention by the eager implementation in the transformers modeling file of this module."""
     written_out = sys.modules[type(module).__module__].eager_attention_forward
     return cast(tuple[Tensor, Tensor], written_out(module, *states, **options))
@@ -189,7 +189,7 @@ def _by_kernel(
     return output_BTHD if sequence_parallel_group is None else sequence_parallel_group.gather_heads(output_BTHD), None
 
 
-def _no_mask(*sizes: object, **options: object) -> None:
+def _build_no_mask(*sizes: object, **options: object) -> None:
     """Return None instead of an attention mask. Attention is causal without a mask here, and padding comes after all
     tokens that are used."""
 
@@ -207,7 +207,10 @@ def _mask(
     return inside(batch_size, q_length, kv_length, **options)
 
 
-for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("eager", _eager, eager_mask)):
+for _name, _inside, _masks in (
+    ("sdpa", sdpa_attention_forward, sdpa_mask),
+    ("eager", _compute_eager_attention, eager_mask),
+):
     AttentionInterface.register(_name + _ENDING, partial(_attention, _inside))
     AttentionMaskInterface.register(_name + _ENDING, partial(_mask, _masks))
 
@@ -223,7 +226,7 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
 
 def may_share_prompts(model: PreTrainedModel) -> bool:
     """Return whether a model may support shared prompts, according to checks that need no trial."""
-    return model.config._attn_implementation.removesuffix(_ENDING) in _INSIDE and _mixes_in_attention(model)
+    return model.config._attn_implementation.removesuffix(_ENDING) in _PADDED_ATTENTIONS and _mixes_in_attention(model)
 
 
 def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
@@ -256,7 +259,7 @@ def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name:
     only on the other layers. `name` must not contain `flash`, or transformers would look for a kernel itself."""
     shares = enable_shared_prompts(model)
     AttentionInterface.register(name, partial(_by_kernel, kernel))
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionMaskInterface.register(name, _build_no_mask)
     model.set_attn_implementation(name)
     return shares
 
@@ -311,4 +314,4 @@ def matches_padded_rows(
             actual_NH, torch.from_numpy(own_M).to(device), num_tokens=len(expected_NH)
         )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
-    return bool(difference < _CLOSE.get(model.dtype, 5e-2))
+    return bool(difference < _MAX_DIFFERENCE.get(model.dtype, 5e-2))

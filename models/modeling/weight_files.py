@@ -72,7 +72,7 @@ def check_loaded_weights(
         name, found, expected = sizes[0]
         more = f". {len(sizes) - 1} more weights have a wrong size" if len(sizes) > 1 else ""
         raise BadInput(
-            f"{where}: the weight {name} in {_file_of(name, stored)} has the size {_size(found)}, but config.json "
+            f"{where}: the weight {name} in {_find_file(name, stored)} has the size {_size(found)}, but config.json "
             f"requires {_size(expected)}{more}. {SAME_CHECKPOINT}"
         )
     if missing := sorted(loading["missing_keys"]):
@@ -94,7 +94,7 @@ def check_loaded_weights(
             )
 
 
-def _file_of(name: str, stored: Mapping[str, StoredWeight]) -> str:
+def _find_file(name: str, stored: Mapping[str, StoredWeight]) -> str:
     """Return the name of the file that contains a weight. If transformers has renamed the weight, return the names of
     all files."""
     return stored[name].file if name in stored else ", ".join(sorted({each.file for each in stored.values()}))

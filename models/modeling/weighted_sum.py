@@ -122,7 +122,7 @@ def write_merge(work: MergeWork) -> Merge:
     match. Also raises BadInput, while writing, if an integer or boolean tensor differs between them."""
     compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
     if work.adapters == "ranks":
-        _write_ranks(work)
+        _write_adapter_sum(work)
     else:
         _write_full(work)
     merge = Merge(
@@ -233,7 +233,7 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
 
 # ---- adapters over one base, written as one adapter
 @torch.no_grad()
-def _write_ranks(work: MergeWork) -> None:
+def _write_adapter_sum(work: MergeWork) -> None:
     """Write the weighted sum of LoRA adapters as one adapter, by concatenating their factors: Σ λ_i s_i B_i A_i = [λ_1
     s_1 B_1, …] [A_1; …]. Its rank is the sum of all ranks, its dtype float32 and its scale 1. Raises BadInput if a
     policy is not an adapter of the same base model."""

@@ -13,10 +13,11 @@ from models.data.rubrics import parse_rubric
 from models.data.shapes import recognize
 
 Content = Literal["text", "chat", "structure", "other"]
-"""Content of a column: text or numbers, lists of messages, other lists and objects, or values that cannot be used."""
+"""Content of a column: "text" (texts or numbers), "chat" (lists of messages), "structure" (other lists and objects), or
+"other" (values that cannot be used)."""
 
 SHOWN: Final = 40
-"""Maximum number of characters of a value in a message."""
+"""Maximum number of characters that a message shows of a value."""
 
 PROMPTS: Final = (
     ("prompt",),
@@ -24,38 +25,39 @@ PROMPTS: Final = (
     ("messages", "conversations", "conversation", "chat", "dialog"),
     ("text", "problem_statement", "user", "goal"),
 )
-"""Names of prompt columns, in lower case. Columns of an earlier group are preferred."""
+"""Common names of prompt columns, in lower case. Names in an earlier group are preferred."""
 ANSWERS: Final = (
     ("answer", "ground_truth", "expected_answer", "reference_answer", "final_answer", "gold"),
     ("solution", "target", "label", "reference", "output", "response", "completion", "answers"),
     ("tests", "test_cases", "test", "schema", "expected", "result", "summary", "highlights", "translation"),
 )
-"""Names of columns with reference answers, in lower case. Columns of an earlier group are preferred."""
+"""Common names of columns with reference answers, in lower case. Names in an earlier group are preferred."""
 RUBRICS: Final = ("rubric", "rubrics")
-"""Names of columns with rubrics."""
+"""Common names of columns with rubrics."""
 INSTRUCTION_COLUMNS: Final = ("instruction_id_list", "kwargs")
-"""Columns with the verifiable instructions of google/IFEval."""
+"""Names of the columns in which google/IFEval stores the instructions whose compliance can be checked by a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a data file that a job reads."""
+    """Columns of a data file that the proposed job reads."""
 
     prompt: str
     answer: str | None
     """Column with the reference answer, or None if there is none."""
     answers: tuple[str, ...]
-    """Columns that form the reference answer together. Empty if one column or no column is the answer."""
+    """Columns that form the reference answer together. Empty if the answer comes from one column or there is none."""
     rubric: str | None
-    """Column with a rubric for judges, or None if there is none."""
+    """Column with a rubric (criteria for a judge), or None if there is none."""
     unused: tuple[str, ...]
-    """Other columns at the top level of the file, which a job does not read."""
+    """Other columns at the top level of the file, which the proposed job does not read."""
     is_chat: bool
-    """Whether prompts are lists of messages."""
+    """Whether prompts are chats, that is, lists of messages."""
 
 
 def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """Find the columns with prompts and reference answers. `prompt` and `answer` are the names that the user gave.
+    """Choose the columns with prompts and reference answers. `prompt` and `answer` are the columns that the user named,
+    if any.
 
     Raises BadInput, with the columns of the file and the option that names one, if no column or several columns fit.
     """
@@ -98,7 +100,7 @@ def _report_unreadable(path: Path) -> None:
 
 
 def _refuse_other_shapes(where: str, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
-    """Raise BadInput if the rows are preferences, labels or whole chats instead of prompts."""
+    """Raise BadInput if the rows are not prompts but preferences, labeled completions or whole chats."""
     shape = recognize(names, rows)
     if shape.kind in ("pairs", "ranked", "labels"):
         raise BadInput(
@@ -126,12 +128,13 @@ def _is_rubric(row: Mapping[str, object], column: str) -> bool:
 
 
 def read_value(row: Mapping[str, object], column: str) -> object:
-    """Return the value of a column, which may be nested, or None if the row has none."""
+    """Return the value of a column, which may be a nested field, or None if the row does not have it."""
     return find_field(row, column) if has_field(row, column) else None
 
 
 def _classify(values: Sequence[object]) -> Content:
-    """Return the kind of the values that are present, which must all be of one kind."""
+    """Return the kind of content of a column, given some of its values. Missing values are ignored. "other" if the
+    values are of several kinds."""
     present = [value for value in values if value is not None and value != ""]
     if not present:
         return "other"
@@ -167,8 +170,9 @@ def _choose(
     kinds: Sequence[Content],
     what: str,
 ) -> str | None:
-    """Return the column with the most typical name, or None if no name fits. Columns at the top level of the file are
-    preferred to nested ones.
+    """Return the column whose name is in the earliest of `groups`, or None if there is none. Only columns whose content
+    is in `kinds` are considered. Columns at the top level of the file are preferred to nested ones. `what` names the
+    wanted column in messages.
 
     Raises BadInput if several columns of the same group fit and have different values.
     """
@@ -192,7 +196,7 @@ def _differ(rows: Sequence[Mapping[str, object]], one: str, other: str) -> bool:
 
 
 def _list_columns(rows: Sequence[Mapping[str, object]], names: Sequence[str] | Mapping[str, Content]) -> str:
-    """Return the names of columns, each with the start of its first value."""
+    """Return the names of some columns as text, each with the start of its first value."""
     first = {
         name: next((value for row in rows if (value := read_value(row, name)) is not None), None) for name in names
     }

@@ -14,7 +14,8 @@ from models.config.proposals import ProposalRequest
 
 
 def main() -> int:
-    """Run the command: read a request from stdin and write the result line to stdout. Returns the exit code."""
+    """Read a request (`ProposalRequest`, JSON) from stdin and write the proposed job or the error to stdout. Returns
+    the exit code."""
     answer = os.fdopen(os.dup(1), "w")
     proposal, error = None, ""
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer

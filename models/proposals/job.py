@@ -38,21 +38,23 @@ from models.proposals.sizes import (
 from models.text.tokenizer import problem_texts, tokenize_problems
 
 FRACTIONS: Final = (0.1, 0.2, 0.3, 0.5)
-"""Shares of held-out problems that are tried, because a small file may have none at the first one."""
+"""Shares of held-out problems, tried in this order until both splits have problems. In a small file, 0.1 may select
+none."""
 GREETING: Final = "You are a helpful assistant."
-"""System message that turns plain prompts into chats if the reward needs no instruction."""
+"""System message that turns plain-text prompts into chats if the reward needs no instruction for the policy."""
 MAX_STEPS_UP: Final = 2
-"""Maximum number of steps up in a relative path. Paths that are farther away are absolute."""
+"""Maximum number of `..` in a relative path of the job. Paths that need more are written as absolute paths."""
 HUB_KEYS: Final = ("config", "split", "heldout_split")
 """Keys that choose a part of a dataset on the Hub."""
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _MARKERS: Final = {"numeric": "####", "math": "boxed"}
-"""Marks of the final answer, by reward. Prompts that contain the mark need no instruction."""
+"""Text that introduces the final answer, by the kind of the reward. If prompts already contain it, they need no
+instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Contents of the data and the policy, as far as they decide about the job."""
+    """Data and policy of the request, as far as the job depends on them."""
 
     columns: Columns
     data: FileData
@@ -68,7 +70,8 @@ class _Inputs:
 
 
 def propose_job(request: ProposalRequest) -> JobProposal:
-    """Return a job for the data and the policy of a request. The texts are read and measured, but nothing is written.
+    """Return a job that fits the data, the policy and the machine of a request. The data is read and its texts are
+    tokenized, but nothing is written.
 
     Raises BadInput if the data or the policy cannot be used, or if the user must decide something.
     """
@@ -108,7 +111,7 @@ def propose_job(request: ProposalRequest) -> JobProposal:
 
 
 def _read_inputs(request: ProposalRequest) -> _Inputs:
-    """Read data and policy, and choose the columns, the reward and the instruction for the policy."""
+    """Read the data and the policy of a request. Choose the columns, the reward, and the instruction for the policy."""
     keys = {name: getattr(request, name) for name in HUB_KEYS}
     data = _validate(FileData, {"kind": "file", "path": _locate(request.data), **keys}, option="--data")
     columns = find_columns(data.path, prompt=request.prompt_column, answer=request.answer_column)
@@ -150,7 +153,8 @@ def _locate(text: str) -> str:
 
 
 def _split(data: FileData) -> tuple[FileData, list[Problem], list[Problem]]:
-    """Return the data with the smallest held-out fraction that leaves problems in both splits, and these problems."""
+    """Return the data settings with the smallest held-out fraction that leaves problems in both splits, the training
+    problems and the held-out problems."""
     if data.heldout_path is not None:
         return data, load_problems(data, "train", 0), load_problems(data, "heldout", 0)
     for fraction in FRACTIONS:
@@ -161,7 +165,7 @@ def _split(data: FileData) -> tuple[FileData, list[Problem], list[Problem]]:
 
 
 class _EmptySplit(Exception):
-    """Raised when a split has no problem."""
+    """Raised when a split contains no problems."""
 
 
 def _load(data: FileData, split: str) -> list[Problem]:
@@ -175,7 +179,7 @@ def _load(data: FileData, split: str) -> list[Problem]:
 
 
 def _instruct(inputs: _Inputs) -> dict[str, str]:
-    """Return the settings of the data that put the reward's instruction into the prompts.
+    """Return the keys of `[data]` that add the reward's instruction (how to write the answer) to the prompts.
 
     A policy with a chat template receives it as the system message, which also turns plain prompts into chats. Other
     policies receive it after the prompt.
@@ -198,7 +202,7 @@ def _text_of(problem: Problem) -> str:
 
 
 def _measure(inputs: _Inputs) -> TextLengths:
-    """Return the lengths of prompts and answers in tokens."""
+    """Return the lengths of prompts and reference answers in tokens of the policy's tokenizer."""
     tokenizer, rules = inputs.policy.tokenizer, inputs.data.text_rules
     processor = inputs.policy.load_processor(inputs.data.pixels)
     train, heldout = (
@@ -211,7 +215,7 @@ def _measure(inputs: _Inputs) -> TextLengths:
 
 
 def _describe(inputs: _Inputs, lengths: TextLengths, lora: Value | None) -> dict[str, str]:
-    """Return descriptions of what was recognized and chosen, by label."""
+    """Return descriptions of what was recognized and chosen, by label such as "reward"."""
     columns, data = inputs.columns, inputs.data
     names = columns.answers or tuple(filter(None, (columns.answer,)))
     answer = f"answers in {' and '.join(names)}" if names else "no answers"
@@ -333,8 +337,8 @@ def _capitalize(text: str) -> str:
 
 
 def _place(text: str, folder: str) -> str:
-    """Return a path as it is written in the job: relative to the folder of the job, unless it is far from the folder or
-    does not exist on this machine."""
+    """Return a path in the form in which the job contains it: relative to the job's folder, or unchanged if it is far
+    from that folder or does not exist on this machine."""
     if not Path(text).exists():
         return text
     path = Path(text).absolute()
@@ -343,7 +347,7 @@ def _place(text: str, folder: str) -> str:
 
 
 def _encode(value: JsonValue) -> str:
-    """Return a value in TOML, on one line.
+    """Return a value as TOML on one line.
 
     >>> _encode({"kind": "f1", "weight": 0.5, "a b": [True]})
     '{ kind = "f1", weight = 0.5, "a b" = [true] }'

@@ -14,15 +14,15 @@ from models.rewards.ifeval import read_checks
 from models.rewards.rules import Reward, build_reward
 
 NEARLY_ALL: Final = 0.95
-"""Minimum share of answers of a kind for which the reward of this kind is proposed."""
+"""Minimum share of answers that must be of a kind, so that a reward for this kind is proposed."""
 MAX_LABELS: Final = 20
-"""Maximum number of different answers that count as labels."""
+"""Maximum number of different answers with which the answers count as labels (classes)."""
 ROWS_PER_LABEL: Final = 4
-"""Minimum mean number of rows with the same answer, if answers count as labels."""
+"""Minimum of the mean number of rows per different answer with which the answers count as labels (classes)."""
 LABEL_WORDS: Final = 5
-"""Maximum number of words in a label or a short answer."""
+"""Maximum number of words in an answer that counts as a label or as a short answer."""
 MAX_NUMBER: Final = 40
-"""Maximum number of characters of an answer that consists of a number, with its unit."""
+"""Maximum number of characters, including a unit, in an answer that counts as a number."""
 _LATEX: Final = re.compile(r"\\[a-zA-Z]+|\$[^$]+\$|\^")
 _SCHEMA_KEYS: Final = frozenset(("$schema", "type", "properties", "anyOf", "oneOf", "allOf", "enum", "items", "$ref"))
 _JSON_TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -30,24 +30,26 @@ _JSON_TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "st
 
 @dataclass(frozen=True, slots=True)
 class RewardProposal:
-    """Reward for a job, with the reason why it fits the answers."""
+    """Proposed reward of a job, with the reason why it fits the reference answers."""
 
     kind: str
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keys of the reward other than `kind`."""
     reason: str = ""
     instruction: str = ""
-    """Sentence for the prompts that says how the policy must write its answer. Empty if none is needed."""
+    """Sentence that is added to the prompts and explains how the policy must write its answer. Empty if none is
+    needed."""
     thinks: bool = False
-    """Whether the policy may reason before its answer, so that completions are longer than answers."""
+    """Whether the policy may reason before its answer. If so, completions are longer than the reference answers."""
 
 
 Rule = Callable[[Sequence[str]], RewardProposal | None]
-"""Function that returns a proposal for answers, or None if the answers are of another kind."""
+"""Function that returns the proposed reward for reference answers of one kind, or None if they are of another kind."""
 
 
 def propose_reward(answers: Sequence[str], *, judge: str | None, has_rubrics: bool) -> RewardProposal | None:
-    """Return the reward for answers, none of which is blank. Returns None without answers and without a judge."""
+    """Return the proposed reward for the reference answers, none of which is blank. `judge` is the directory of a judge
+    model, or None. Returns None if there are neither answers nor a judge."""
     if has_rubrics and judge is not None:
         reason = "every problem has a rubric, whose criteria the judge rates one by one"
         return RewardProposal("judge", {"verdict": {"kind": "rubric"}}, reason=reason)
@@ -68,7 +70,7 @@ def propose_reward(answers: Sequence[str], *, judge: str | None, has_rubrics: bo
 
 
 def _propose_instructions(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose IFEval's reward if the answers list verifiable instructions."""
+    """Propose the IFEval reward if the answers list instructions that a program can check."""
     if not all("instruction_id" in answer or "func_name" in answer for answer in answers):
         return None
     if _share(answers, _lists_instructions) < 1:
@@ -85,7 +87,8 @@ def _lists_instructions(answer: str) -> bool:
 
 
 def _propose_code(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose unit tests if the answers are tests: Python with assert, or JSON pairs of input and output."""
+    """Propose the unit-test reward if the answers are tests: Python code with assert, or JSON pairs of input and
+    output."""
 
     def is_test(text: str) -> bool:
         try:
@@ -106,7 +109,7 @@ def _propose_code(answers: Sequence[str]) -> RewardProposal | None:
 
 
 def _propose_schema(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose JSON schemas if the answers are schemas, or JSON documents with common keys."""
+    """Propose the JSON schema reward if the answers are schemas, or JSON documents with common keys."""
     documents = [_parse_object(answer) for answer in answers]
     if any(document is None for document in documents):
         return None
@@ -132,7 +135,7 @@ def _propose_schema(answers: Sequence[str]) -> RewardProposal | None:
 
 
 def _propose_numeric(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose the numeric reward if all answers are numbers, or end in `####` and a number."""
+    """Propose the numeric reward if all answers are numbers or end in `####` and a number."""
     if _share(answers, _is_number) < 1:
         return None
     marked = sum("####" in answer for answer in answers)
@@ -146,7 +149,8 @@ def _propose_numeric(answers: Sequence[str]) -> RewardProposal | None:
 
 
 def _propose_math(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose the mathematics reward if most answers are numbers or many contain LaTeX, and all can be compared."""
+    """Propose the math reward if most answers are numbers or many contain LaTeX, and the reward can compare all of
+    them."""
     numbers, latex = _share(answers, _is_number), _share(answers, lambda text: bool(_LATEX.search(text)))
     check = build_reward(MathReward())
     if (numbers < 0.5 and latex < 0.2) or _share(answers, lambda text: _accepts(check, text)) < 1:
@@ -165,7 +169,7 @@ def _propose_math(answers: Sequence[str]) -> RewardProposal | None:
 
 
 def _propose_labels(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose an exact match if there are few different short answers."""
+    """Propose an exact match if the answers are labels: few different short answers, each of which occurs often."""
     labels = sorted({answer.strip() for answer in answers})
     if len(labels) > MAX_LABELS or len(answers) < ROWS_PER_LABEL * len(labels):
         return None
@@ -181,7 +185,7 @@ def _propose_labels(answers: Sequence[str]) -> RewardProposal | None:
 
 
 def _propose_short(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose an exact match if nearly all answers are a few words."""
+    """Propose an exact match if nearly all answers consist of a few words."""
     share = _share(answers, lambda text: len(text.split()) <= LABEL_WORDS)
     if share < NEARLY_ALL:
         return None
@@ -202,7 +206,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     _propose_labels,
     _propose_short,
 )
-"""Rules in the order in which they are tried."""
+"""Functions that propose a reward, in the order in which they are tried. The first proposal is used."""
 
 
 def _share(answers: Sequence[str], predicate: Callable[[str], bool]) -> float:
@@ -234,6 +238,6 @@ def _parse_object(text: str) -> dict[str, JsonValue] | None:
 
 
 def _find_type(objects: Sequence[Mapping[str, JsonValue]], key: str) -> str:
-    """Return the JSON type that the values of a key have in all objects, or an empty string if the types differ."""
+    """Return the JSON type of the values of `key` in all objects, or an empty string if the types differ."""
     kinds = {_JSON_TYPES.get(type(each[key]), "") for each in objects}
     return kinds.pop() if len(kinds) == 1 else ""

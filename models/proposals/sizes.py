@@ -14,29 +14,30 @@ from models.config.objectives import UpdateConfig
 from models.config.policy import ModelOutline
 
 GROUP_SIZE: Final = 8
-"""Completions per prompt, as in GRPO's usual recipes."""
+"""Number of completions per prompt. 8 is a usual choice for GRPO."""
 REASONING_TOKENS: Final = 512
-"""Room for reasoning before a short answer, if the policy was trained on chats."""
+"""Tokens allowed for reasoning before a short answer, if the policy has a chat template."""
 SHORT_REASONING_TOKENS: Final = 128
-"""Room for reasoning of a policy without a chat template."""
+"""Tokens allowed for reasoning before a short answer, if the policy has no chat template."""
 ROUNDING: Final = 16
-"""Multiple to which maximum lengths are rounded up."""
+"""Number of tokens to a multiple of which the maximum length of a completion is rounded up."""
 MEMORY_SHARE: Final = 0.6
-"""Share of the memory that weights, gradients and optimizer state may need. The rest is for activations and workers."""
+"""Share of the memory that weights, gradients and optimizer state may use. The rest is for activations and workers."""
 FULL_SHARE: Final = 0.8
-"""Share of the memory that training may need with its activations."""
+"""Share of the memory that training may use, including its activations."""
 LORA_FACTOR: Final = 10
-"""Factor between the learning rates of adapters and of all weights (Schulman et al. 2025, LoRA Without Regret)."""
+"""Ratio of the learning rate for adapters to that for all weights (Schulman et al. 2025, LoRA Without Regret)."""
 MIN_MICROBATCH: Final = 1024
 
 _RATES: Final = ((10_000_000, 5e-4), (100_000_000, 5e-5), (1_000_000_000, 2e-6))
-"""Learning rates of all weights for policies with fewer parameters than the first number."""
+"""Learning rates for training all weights, as pairs: number of parameters below which the rate is used, and the
+rate."""
 _RATE: Final = 1e-6
-"""Learning rate of all weights for larger policies."""
+"""Learning rate for training all weights of policies that are larger than all limits in `_RATES`."""
 
 
 class Value(NamedTuple):
-    """Value of a key, with the reason for it in a few words."""
+    """Proposed value of a configuration key, with a short reason that becomes a comment in the job."""
 
     value: int | float
     reason: str
@@ -48,35 +49,35 @@ class Machine:
 
     gpus: int
     memory: int
-    """Bytes of one GPU, or of the machine without GPUs."""
+    """Memory in bytes: that of one GPU, or that of the machine if it has no GPU."""
     cores: int
 
     @property
     def device(self) -> str:
-        """Name of the memory in comments."""
+        """Name of the device to which `memory` belongs, for comments in the job."""
         return "GPU" if self.gpus else "machine"
 
 
 @dataclass(frozen=True, slots=True)
 class TextLengths:
-    """TextLengths of the texts in tokens of the policy's tokenizer."""
+    """Lengths of the prompts and reference answers, in tokens of the policy's tokenizer."""
 
     train: Sequence[int]
-    """TextLengths of the training prompts."""
+    """Length of each training prompt."""
     heldout: Sequence[int]
-    """TextLengths of the held-out prompts."""
+    """Length of each held-out prompt."""
     answers: Sequence[int]
-    """TextLengths of the reference answers. Empty if there are none."""
+    """Length of each reference answer. Empty if there are none."""
 
     @property
     def prompts(self) -> list[int]:
-        """TextLengths of all prompts."""
+        """Length of each prompt of both splits."""
         return [*self.train, *self.heldout]
 
 
 def propose_new_tokens(lengths: TextLengths, *, thinks: bool, is_chat: bool, context: int) -> Value:
-    """Return the maximum length of a completion. A long answer is a worked solution, which shows how long a completion
-    must be; `thinks` adds room for reasoning before a short answer."""
+    """Return the maximum length of a completion in tokens. Long answers are worked solutions, which show how long a
+    completion must be. If the policy `thinks` before a short answer, room for reasoning is added."""
     answer = _percentile(lengths.answers, 0.95) if lengths.answers else 0
     reasoning = REASONING_TOKENS if is_chat else SHORT_REASONING_TOKENS
     if not answer:
@@ -94,7 +95,8 @@ def propose_new_tokens(lengths: TextLengths, *, thinks: bool, is_chat: bool, con
 
 
 def propose_prompts(num_train: int, machine: Machine) -> Value:
-    """Return the number of prompts per iteration: a power of two, and at most an eighth of the training problems."""
+    """Return the number of prompts per iteration: a power of two, which is at most an eighth of the training
+    problems."""
     most = 64 if machine.gpus else 16
     fitting = 2 ** max(0, (num_train // 8).bit_length() - 1) if num_train >= 8 else 1
     if fitting < most:
@@ -103,7 +105,7 @@ def propose_prompts(num_train: int, machine: Machine) -> Value:
 
 
 def propose_iterations(num_train: int, prompts: int) -> Value:
-    """Return the number of iterations, in which every problem is used about once."""
+    """Return the number of iterations, so that every problem is used about once. It is at least 8 and at most 200."""
     once = ceil(num_train / prompts)
     iterations = min(max(once, 8), 200)
     times = iterations * prompts / num_train
@@ -112,7 +114,7 @@ def propose_iterations(num_train: int, prompts: int) -> Value:
 
 
 def propose_lora(outline: ModelOutline, machine: Machine) -> Value | None:
-    """Return the rank of LoRA adapters if training all weights needs too much memory, else None."""
+    """Return the rank of LoRA adapters if there is too little memory for training all weights, else None."""
     needed = _sum_bytes(resident_bytes(UpdateConfig(), outline, ranks=1))
     if needed <= MEMORY_SHARE * machine.memory:
         return None
@@ -124,20 +126,22 @@ def propose_lora(outline: ModelOutline, machine: Machine) -> Value | None:
 
 
 def explain_full_training(outline: ModelOutline, machine: Machine) -> str:
-    """Return the reason why all weights are trained."""
+    """Return the reason why all weights are trained instead of LoRA adapters, as a comment for the job."""
     needed = _sum_bytes(resident_bytes(UpdateConfig(), outline, ranks=1))
     return f"all weights are trained: they need {_format_bytes(needed)} of {_format_bytes(machine.memory)}"
 
 
 def propose_learning_rate(outline: ModelOutline, *, lora: bool) -> Value:
-    """Return the learning rate for a policy of this size."""
+    """Return the learning rate for a policy of this size. `lora` says that adapters are trained instead of all
+    weights."""
     rate = next((rate for limit, rate in _RATES if outline.parameters < limit), _RATE)
     size = f"for {_format_count(outline.parameters)} parameters"
     return Value(rate * LORA_FACTOR, f"{size}, adapters") if lora else Value(rate, f"{size}, all weights")
 
 
 def propose_microbatch(update: UpdateConfig, outline: ModelOutline, *, longest: int, machine: Machine) -> Value:
-    """Return the largest number of tokens of a micro-batch whose activations fit in the memory."""
+    """Return the largest number of tokens in a micro-batch whose activations fit in the memory. `longest` is the length
+    of the longest sequence."""
     held = _sum_bytes(resident_bytes(update, outline, ranks=1))
     tokens = UpdateConfig().microbatch_tokens
     while tokens > max(MIN_MICROBATCH, longest):

@@ -13,11 +13,11 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from models.data.images import open_picture
 
 GAP: Final = 8
-"""Space around each picture in pixels."""
+"""Space around each picture of a contact sheet in pixels."""
 LINE: Final = 18
-"""Height of a line of text in pixels."""
+"""Height of a line of text on a contact sheet in pixels."""
 TEXT: Final = 12
-"""Font size in pixels."""
+"""Font size of the texts on a contact sheet in pixels."""
 PAPER, INK, QUIET, EMPTY = "#ffffff", "#1a1a1a", "#6b6b6b", "#e4e4e4"
 
 
@@ -26,9 +26,9 @@ class SheetPicture:
     """Picture on a contact sheet, with the reward that is written below."""
 
     encoded: bytes
-    """Picture file, such as a PNG."""
+    """Bytes of an image file, such as a PNG."""
     reward: float | None
-    """Total reward, or None if it is missing."""
+    """Total reward of the picture, or None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
 
     Small pictures are enlarged by an integer factor without smoothing.
     """
-    lines = [*_lines(rows, columns)]
+    lines = [*_split_into_lines(rows, columns)]
     widest = max(len(line.pictures) for line in lines)
     size = (GAP + widest * (side + GAP), GAP + sum(line.height(side) for line in lines))
     sheet = Image.new("RGB", size, PAPER)
@@ -72,7 +72,7 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
     return sink.getvalue()
 
 
-def _lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
+def _split_into_lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
     """Split each row of pictures into lines of at most `columns` pictures."""
     for row in rows:
         for number in range(0, len(row.pictures), columns):

@@ -47,12 +47,12 @@ def erase_prompts(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
     """Empty the rows about the given prompts in a table of a run, and drop the images that no other prompt uses.
     Returns the table and the number of rows that contained any data to remove."""
     if "bytes" in table.column_names and "prompt_row" in table.column_names:  # generated pictures
-        remaining = table.filter(pa.array(~_rows_of(table, prompts)))
+        remaining = table.filter(pa.array(~_find_rows_of(table, prompts)))
         return remaining, table.num_rows - remaining.num_rows
     if "bytes" in table.column_names:
-        remaining = table.filter(_mask(table["digest"], prompts.others, pa.string()))
+        remaining = table.filter(_find_rows_with(table["digest"], prompts.others, pa.string()))
         return remaining, table.num_rows - remaining.num_rows
-    is_gone = _rows_of(table, prompts)
+    is_gone = _find_rows_of(table, prompts)
     emptied = table
     for place, field in enumerate(table.schema):
         if is_gone.any() and (column := _empty_lists(table[field.name], field, is_gone)) is not None:
@@ -61,16 +61,16 @@ def erase_prompts(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
     return (emptied, int(is_gone.sum())) if changed else (table, 0)
 
 
-def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
+def _find_rows_of(table: pa.Table, prompts: Prompts) -> Mask:
     """Return a mask of the table rows that contain data about the prompts. If there are any, verdicts on canaries
     (known-bad answers that test a judge) are included, because they may quote a prompt."""
     if "prompt_id" in table.column_names:
-        return _mask(table["prompt_id"], prompts.ids, pa.string())
-    is_gone = _mask(table["prompt_row"], prompts.rows, pa.int32())
-    return is_gone | _mask(table["prompt_row"], [CANARY], pa.int32()) if is_gone.any() else is_gone
+        return _find_rows_with(table["prompt_id"], prompts.ids, pa.string())
+    is_gone = _find_rows_with(table["prompt_row"], prompts.rows, pa.int32())
+    return is_gone | _find_rows_with(table["prompt_row"], [CANARY], pa.int32()) if is_gone.any() else is_gone
 
 
-def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
+def _find_rows_with(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
     """Return a mask of the entries of a column that are equal to one of `values`. `kind` is the Arrow type of the
     column."""
     is_listed: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()

@@ -52,7 +52,7 @@ class TurnRecord:
     """Number of tokens between this turn and the next: the environment's reply (observation), or the separate prompt of
     the next turn."""
     calls: int = 0
-    """Number of tool calls in this turn."""
+    """Number of tool calls that the policy made in this turn."""
     errors: int = 0
     """Number of tool calls in this turn that could not be parsed."""
     reward: float | None = None
@@ -128,14 +128,14 @@ class PartialCompletion:
     def append_observation(self, tokens: Sequence[int]) -> "PartialCompletion":
         """Return this completion with an environment's reply (observation) appended, as tokens that are not trained
         on."""
-        return self._given(tokens, ENVIRONMENT) if tokens else self
+        return self._append_context(tokens, ENVIRONMENT) if tokens else self
 
     def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
         """Return this completion with the separate prompt of the next turn appended. The policy then reads this prompt
         instead of all context before it. `text` is appended to the completion's text."""
-        return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
+        return replace(self._append_context(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
-    def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
+    def _append_context(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
         """Return this completion with tokens appended that no policy generated. `author` is a code for their origin,
         which is recorded in the segments."""
         return replace(
@@ -166,7 +166,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all completions of the group have ended."""
+        """Whether all completions of the group have ended, so that none continues later."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def build_request(self, version: int, partial: PartialRollout | None) -> Request:

@@ -19,7 +19,7 @@ from models.rollouts.groups import TurnRecord
 PICTURED: Final = 4
 """Maximum number of completions in a report whose images are shown as thumbnails."""
 IMAGES: Final = 2
-"""Maximum number of thumbnails per completion."""
+"""Maximum number of thumbnails for one completion in a report."""
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "turns")
 TEXTS = ("prompt", "completion", "answer")
 
@@ -28,19 +28,19 @@ class RolloutPreview(Settings):
     """One completion with its prompt, reward and other facts, for a person to read."""
 
     iteration: int
-    """Iteration that generated the completion."""
+    """Training iteration that generated the completion."""
     prompt_id: str
     """ID of the problem, which is the same in all runs with the same data."""
     sample: int
-    """Index of the completion within its group."""
+    """Index of the completion among the completions of the same prompt."""
     prompt: str
     """Prompt as the policy receives it, rendered by the chat template."""
     completion: str
-    """Text of the completion."""
+    """Text that the policy generated."""
     answer: str | None
     """Reference answer from the data, or None if the data has none."""
     reward: float | None
-    """Total reward, or None if it is missing."""
+    """Total reward of the completion, or None if it is missing."""
     finish_reason: str
     """Reason why the completion ended: `stop` or `length`. Episodes can also end with `turns` or `failed`."""
     turns: tuple[TurnRecord, ...] | None = None
@@ -71,8 +71,8 @@ def read_samples(
 ) -> list[RolloutPreview]:
     """Read the first `limit` completions of a rollout shard with their full texts, or all if `limit` is None. If
     `scores` is None, rewards are missing."""
-    table, rewards = read_shard(store, rollouts).slice(0, limit), _rewards(store, rollouts, scores)
-    return _shown(_samples(table, rewards.slice(0, limit), iteration), table, media)
+    table, rewards = read_shard(store, rollouts).slice(0, limit), _read_rewards(store, rollouts, scores)
+    return _add_images(_build_previews(table, rewards.slice(0, limit), iteration), table, media)
 
 
 def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
@@ -83,9 +83,9 @@ def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
     for shard in work.shards:
         table = read_shard(store, shard.rollouts)
         first = pc.indices_nonzero(pc.equal(table["sample"], 0)).slice(0, work.prompts - len(samples))
-        rewards = _rewards(store, shard.rollouts, shard.scores).take(first)
-        short = _shortened(table.take(first), work.characters)
-        samples += _shown(_samples(short, rewards, work.iteration), short, media)
+        rewards = _read_rewards(store, shard.rollouts, shard.scores).take(first)
+        short = _shorten_texts(table.take(first), work.characters)
+        samples += _add_images(_build_previews(short, rewards, work.iteration), short, media)
     pictured = [image.digest for sample in samples[:PICTURED] for image in sample.images[:IMAGES]]
     return Excerpts(tuple(samples), {name: data_address(thumbnail(media.encoded(name))) for name in pictured})
 
@@ -97,12 +97,12 @@ def read_rows(
     text ends in `…`."""
     if not rows:
         return []
-    table = _shortened(read_shard(store, shard.rollouts).take(rows), characters)
-    rewards = _rewards(store, shard.rollouts, shard.scores).take(rows)
-    return _shown(_samples(table, rewards, iteration), table, media)
+    table = _shorten_texts(read_shard(store, shard.rollouts).take(rows), characters)
+    rewards = _read_rewards(store, shard.rollouts, shard.scores).take(rows)
+    return _add_images(_build_previews(table, rewards, iteration), table, media)
 
 
-def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
+def _add_images(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
     """Add to each preview the descriptions of the prompt's images and of the generated picture.
 
     `table` has the rows of the previews in the same order.
@@ -113,7 +113,7 @@ def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> 
     ]
 
 
-def _shortened(table: pa.Table, characters: int) -> pa.Table:
+def _shorten_texts(table: pa.Table, characters: int) -> pa.Table:
     """Return a rollout table with its texts shortened to `characters` characters. A shortened text ends in `…`."""
     for name in TEXTS:
         short = pc.utf8_slice_codeunits(table[name], 0, characters)
@@ -123,7 +123,7 @@ def _shortened(table: pa.Table, characters: int) -> pa.Table:
     return table
 
 
-def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.ChunkedArray:
+def _read_rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.ChunkedArray:
     """Return the total reward of each row of a rollout shard. The rewards are null if `scores`, the score shard, is
     None."""
     if scores is None:
@@ -131,7 +131,7 @@ def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.Ch
     return read_shard(store, scores, ["reward"])["reward"]
 
 
-def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
+def _build_previews(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
     """Return a preview for each row of a rollout table. `rewards` contains the total reward of each row."""
     lengths = completion_lengths(table).tolist()
     rows = table.select(list(COLUMNS)).to_pylist()

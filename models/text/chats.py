@@ -292,7 +292,7 @@ def _serve() -> None:
 
 def _check_length(text: str, chat: Sequence[Mapping[str, Any]], tools: object) -> None:
     """Raise _TooLong if the rendered text exceeds the length limit for the messages of its chat."""
-    num_characters = sum(len(part.get("text", "")) for message in chat for part in _parts(message.get("content")))
+    num_characters = sum(len(part.get("text", "")) for message in chat for part in _split_parts(message.get("content")))
     num_characters += sum(len(json.dumps(message)) for message in chat if not message.keys() <= {"role", "content"})
     num_characters += len(json.dumps(tools)) if tools else 0
     if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * num_characters:
@@ -316,7 +316,7 @@ def _run_template(
         return {"error": f"{rejection}: {str(error).strip() or type(error).__name__}"}
 
 
-def _parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]:
+def _split_parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]:
     """Return the content of a message as a list of parts, as some templates require."""
     return [{"text": content}] if isinstance(content, str) else content or []
 

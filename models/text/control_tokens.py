@@ -51,10 +51,10 @@ def control_token_pattern(tokenizer: PreTrainedTokenizerFast, *, template: str =
     """Return a regular expression that matches the control tokens in the texts of environments. These are the
     tokenizer's special tokens, and the added tokens that `template` contains, if they have more than one character."""
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
-    return _join({token.content for token in added if len(token.content) > 1})
+    return _match_any({token.content for token in added if len(token.content) > 1})
 
 
-def _join(contents: set[str], flags: int = 0) -> re.Pattern[str]:
+def _match_any(contents: set[str], flags: int = 0) -> re.Pattern[str]:
     """Return a pattern that matches any of the texts in `contents`. If several match at the same place, it matches the
     longest."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)", flags)
@@ -80,7 +80,7 @@ class Marks:
         return text
 
     def occur_in(self, text: str) -> bool:
-        """Return whether the text contains a mark."""
+        """Return whether the text contains one of these marks."""
         return any(mark in text for mark in self.marks.values())
 
 
@@ -107,7 +107,10 @@ class TokenSet:
         named = {content for content in contents if content.strip() and not _BYTE.fullmatch(content)}
         starts = "".join(re.escape(character) for each in named for character in {each[0].lower(), each[0].upper()})
         return TokenSet(
-            frozenset(named), _join(named), _join(named, re.IGNORECASE), re.compile(f"[{starts}]" if starts else "(?!)")
+            frozenset(named),
+            _match_any(named),
+            _match_any(named, re.IGNORECASE),
+            re.compile(f"[{starts}]" if starts else "(?!)"),
         )
 
     def find(self, text: str, *, any_case: bool = False) -> Iterator[re.Match[str]]:

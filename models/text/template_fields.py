@@ -46,11 +46,11 @@ class _Form:
     def _convert(self, message: dict[str, object]) -> dict[str, object]:
         if self.fills_content and "content" not in message:
             message = {**message, "content": ""}
-        if self.joins_texts and (texts := _texts_of(message)) is not None:
+        if self.joins_texts and (texts := _find_texts(message)) is not None:
             message = {**message, "content": "".join(texts)}
         if self.arguments == "unchanged" or not _has_calls(message):
             return message
-        return _map_arguments(message, _parse if self.arguments == "objects" else _encode)
+        return _map_arguments(message, _decode_arguments if self.arguments == "objects" else _encode_arguments)
 
 
 def fit_chats(
@@ -102,7 +102,7 @@ def _describe_kind(chat: Chat) -> tuple[str, ...]:
     kinds = set[str]()
     for message in chat:
         kinds |= {"empty"} if "content" not in message else set()
-        kinds |= {"parts"} if _texts_of(message) is not None else set()
+        kinds |= {"parts"} if _find_texts(message) is not None else set()
         kinds |= {type(each).__name__ for each in _iterate_arguments(message)}
     return tuple(sorted(kinds))
 
@@ -158,7 +158,7 @@ def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenize
 def _mark_values(message: dict[str, object]) -> dict[str, object]:
     """Return a message whose tool-call arguments and content parts are replaced by words that are easy to find in the
     rendered chat."""
-    texts = _texts_of(message)
+    texts = _find_texts(message)
     if texts is not None:
         message = {**message, "content": [{"type": "text", "text": _MARK} for _ in texts]}
     if not _has_calls(message):
@@ -166,7 +166,7 @@ def _mark_values(message: dict[str, object]) -> dict[str, object]:
     return _map_arguments(message, lambda value: _AS_TEXT if isinstance(value, str) else _ARGUMENTS)
 
 
-def _texts_of(message: Mapping[str, object]) -> list[str] | None:
+def _find_texts(message: Mapping[str, object]) -> list[str] | None:
     """Return the texts of a message content that is a list of text parts only, or None for other contents."""
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(each, dict) and each["type"] == "text" for each in content):
@@ -200,11 +200,11 @@ def _map_arguments(message: Mapping[str, object], convert: Callable[[object], ob
     return {**message, "tool_calls": [convert_call(call) for call in calls]}
 
 
-def _parse(arguments: object) -> object:
+def _decode_arguments(arguments: object) -> object:
     """Return the arguments of a tool call as an object. If they are JSON text, they are decoded."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
-def _encode(arguments: object) -> object:
+def _encode_arguments(arguments: object) -> object:
     """Return the arguments of a tool call as JSON text. Arguments that are already a text stay unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -63,16 +63,16 @@ def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> li
         if piece is not None:
             if not text.startswith(piece, at):
                 return []
-            starts += _starts(tokenizer, pending, piece, at)
+            starts += _find_starts_in_piece(tokenizer, pending, piece, at)
             pending, at = [], at + len(piece)
-    return starts + _starts(tokenizer, pending, text[at:], at)
+    return starts + _find_starts_in_piece(tokenizer, pending, text[at:], at)
 
 
 def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
     """Return the character index in the text at which each token starts, found by decoding each prefix of the tokens.
     The time is quadratic in the number of tokens."""
     prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
-    return list(accumulate((_common(prefix, text) for prefix in prefixes), max))
+    return list(accumulate((_count_common_characters(prefix, text) for prefix in prefixes), max))
 
 
 def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
@@ -81,16 +81,16 @@ def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
     return tuple(text[begin:end] for begin, end in pairwise((*starts, len(text))))
 
 
-def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) -> list[int]:
+def _find_starts_in_piece(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) -> list[int]:
     """Return the character indices at which tokens start that together decode to `piece`. The piece starts at index
     `at` of the text. Each token starts after the characters that the tokens before it complete."""
     if len(tokens) < 2:
         return [at] * len(tokens)
     prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(1, len(tokens)))
-    return [at, *(at + _common(text, piece) for text in prefixes)]
+    return [at, *(at + _count_common_characters(text, piece) for text in prefixes)]
 
 
-def _common(first: str, second: str) -> int:
+def _count_common_characters(first: str, second: str) -> int:
     """Return the length of the longest common prefix of two texts, in characters."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -277,7 +277,7 @@ def render(
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
     given = arguments or [NO_ARGUMENTS] * len(prompts)
-    encoded = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
+    encoded = [_build_chat(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     turns: dict[int, Chat] = dict(zip(rows, encoded, strict=True))
     if not in_parts:
         turns = dict(zip(rows, fit_chats(encoded, tokenizer, [given[row] for row in rows]), strict=True))
@@ -306,7 +306,7 @@ def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[l
     return [*groups.values()]
 
 
-def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
+def _build_chat(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
     """Convert the messages of a chat to dicts for a chat template, with placeholders for `images` images. With
     `in_parts`, each content becomes a list of parts."""
     placed = add_image_places(tuple(chat), images) if images or in_parts else chat

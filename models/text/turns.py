@@ -48,7 +48,7 @@ class TurnFormat:
 
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
-    """IDs of the tokens that end a turn of the policy, in ascending order."""
+    """IDs of the tokens that end a turn of the policy, such as `<|im_end|>`, in ascending order."""
     tools: tuple[ToolSchema, ...]
     """JSON schemas of the tools that the prompts describe to the policy."""
     is_chat: bool
@@ -58,7 +58,7 @@ class TurnFormat:
     control: re.Pattern[str] = field(repr=False)
     """Pattern that matches control tokens: special tokens, and added tokens that the chat template writes."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Variables passed to the chat template, by name."""
+    """Variables that are passed to the chat template, by name."""
 
     def with_arguments(self, arguments: TemplateArguments) -> "TurnFormat":
         """Return the format for a prompt with the given template arguments. If they contain tools, these replace the
@@ -83,7 +83,7 @@ class TurnFormat:
         """
         texts = [text_of(message.content) for message in messages]
         if not self.is_chat:
-            return self._encode("".join(texts))
+            return self._encode_text("".join(texts))
         separator = separator_for("".join(texts))
         broken = [self.break_control_tokens(text, separator) for text in texts]
         text, end = _render_answer(
@@ -110,7 +110,7 @@ class TurnFormat:
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without the tokens that a chat template adds."""
-        return len(self._encode(text))
+        return len(self._encode_text(text))
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
         """Render chats by the chat template with the tools and variables of this format. Raises TemplateFailed if a
@@ -127,7 +127,7 @@ class TurnFormat:
         text = text_of(message.content)
         return replace(message, content=(text,) if self.in_parts else text).encode()
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, text: str) -> tuple[int, ...]:
         """Encode a text as tokens. Control tokens that occur in the text are encoded as ordinary text."""
         separator = separator_for(text)
         return self.encode_pieces(self.break_control_tokens(text, separator).split(separator))
@@ -245,7 +245,7 @@ class _Step:
     """Part of the rendered chat that must not change when messages follow: everything except the text after the end of
     a turn."""
     text: str
-    """Full text of the rendered chat."""
+    """Full text of the trial chat up to this message."""
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
@@ -396,5 +396,5 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 def first_error_line(error: TemplateFailed) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of the message of a chat template's error."""
     return next(iter(str(error).splitlines()))

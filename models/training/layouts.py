@@ -30,18 +30,18 @@ class StateLayout(Settings):
     """Settings that determine how an optimizer's state is divided among ranks."""
 
     world_size: int
-    """Number of ranks that share the state."""
+    """Number of ranks among which the optimizer state is divided."""
     zero_stage: int
     """DeepSpeed's ZeRO stage (0 to 3), which determines whether optimizer state, gradients and weights are sharded over
     the ranks."""
     dtype: str
-    """Data type of the weights: "float32" or "bfloat16"."""
+    """Data type of the model's weights: "float32" or "bfloat16"."""
     optimizer: str = "adamw"
     """Key of the optimizer in the configuration, such as "adamw" or "muon"."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ParameterRange:
     """Contiguous range of the values of one parameter, with its offset in a rank's flat optimizer vector."""
 
     parameter: int
@@ -51,14 +51,14 @@ class _Piece:
     """Offset of the range's first value in the rank's flat vector."""
 
 
-def _iter_ranges(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_Piece]:
+def _iter_ranges(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_ParameterRange]:
     """Yield the parameter ranges that are stored in a rank's flat optimizer vector, in order. Padding is skipped.
     `sizes` holds the number of values of each parameter."""
     at, count = 0, layout.world_size
     if layout.zero_stage == 3:
         for parameter, size in enumerate(sizes):
             share = ceil(size / count)
-            yield _Piece(parameter, min(size, rank * share), min(size, (rank + 1) * share), at)
+            yield _ParameterRange(parameter, min(size, rank * share), min(size, (rank + 1) * share), at)
             at += share
         return
     share = sum(sizes)
@@ -68,11 +68,11 @@ def _iter_ranges(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterat
     for parameter, (size, before) in enumerate(zip(sizes, accumulate(sizes, initial=0), strict=False)):
         begin, end = max(0, first - before), min(size, first + share - before)
         if begin < end:
-            yield _Piece(parameter, begin, end, before + begin - first)
+            yield _ParameterRange(parameter, begin, end, before + begin - first)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankFile:
     """Safetensors file with one rank's part of an optimizer state, read range by range."""
 
     path: Path
@@ -123,7 +123,7 @@ def convert_state(
     tensors by name. `files` are the files of the layout `source`, in rank order. `target` is this run's layout. `sizes`
     contains the number of values of each trained parameter, in the engine's order. `shapes` contains the shapes of this
     rank's tensors."""
-    parts = [_Part(path) for path in (files[:1] if source.zero_stage == 0 else files)]
+    parts = [_RankFile(path) for path in (files[:1] if source.zero_stage == 0 else files)]
     sources = [
         (part, {piece.parameter: piece for piece in _iter_ranges(source, sizes, r)}) for r, part in enumerate(parts)
     ]

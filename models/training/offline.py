@@ -120,7 +120,8 @@ class PreferenceTraining:
     """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
     baseline: Literal["start", "nothing"]
-    """Baseline scores of the loss: the model's own scores before the first step ("start") or zeros ("nothing")."""
+    """Source of the baseline scores in the loss: the model's own scores before the first step ("start") or zeros
+    ("nothing")."""
     seed: int
 
 
@@ -134,7 +135,9 @@ def train_on_preferences(
 ) -> TrainingResult:
     """Train a policy or a reward model on preference pairs for all steps, then measure the loss and accuracy on the
     held-out pairs. Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this."""
-    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress)
+    learner = _PairTraining(
+        trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress
+    )
     steps = [learner.microbatches(rows, work.train) for rows in _sample_batches(work)]
     heldout = learner.microbatches(tuple(range(len(work.heldout))), work.heldout)
     start = [learner.start(microbatches, work.train) for microbatches in steps]
@@ -160,7 +163,7 @@ def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
         rows = rows[size:]
 
 
-class _Pairs:
+class _PairTraining:
     """Preference training on one rank: planning of micro-batches, optimizer steps and evaluation."""
 
     def __init__(
@@ -196,8 +199,8 @@ class _Pairs:
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take optimizer step `index` and return this rank's sums of loss, correctly ordered pairs and margin. `start`
-        contains the baseline scores of each micro-batch."""
+        """Take optimizer step `index`. Return this rank's sum of the loss, number of pairs whose chosen completion
+        scores higher, and sum of the score margins. `start` contains the baseline scores of each micro-batch."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
@@ -208,10 +211,8 @@ class _Pairs:
 
     @torch.no_grad()
     def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Return this rank's sums of loss, correctly ordered pairs and margin over the held-out pairs.
-
-        `start` contains the baseline scores of each micro-batch.
-        """
+        """Return this rank's sum of the loss, number of pairs whose chosen completion scores higher, and sum of the
+        score margins, over the held-out pairs. `start` contains the baseline scores of each micro-batch."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for rows, start_numbers in zip(microbatches, start, strict=True):

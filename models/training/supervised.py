@@ -222,12 +222,12 @@ def imitation_loss(
     `is_packed`, all inputs are concatenated in a single row, and each token attends only to its own input."""
     weights_N = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(each.weights for each in inputs)]))
     weights_N = weights_N.to(device)
-    loss_gradient = partial(_shares_at, weights_N * -weight) if torch.is_grad_enabled() else None
+    loss_gradient = partial(_select_weights, weights_N * -weight) if torch.is_grad_enabled() else None
     logprobs_N = forward(lay_out(inputs, in_one_row=is_packed), loss_gradient=loss_gradient)
     return -(logprobs_N * weights_N).sum() * weight
 
 
-def _shares_at(shares_N: Tensor, logprobs_C: Tensor, places_C: Tensor) -> Tensor:
+def _select_weights(shares_N: Tensor, logprobs_C: Tensor, places_C: Tensor) -> Tensor:
     """Return the gradient of a weighted sum of log-probs with respect to some of them: the weights `shares_N` at the
     indices `places_C`. The log-probs are an argument only because the head passes them to every such function."""
     return shares_N[places_C]

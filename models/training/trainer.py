@@ -237,7 +237,8 @@ class Trainer:
             )
 
     def close(self) -> None:
-        """Release the engine's memory. Without this call, DeepSpeed's hooks would keep an unused engine alive."""
+        """Release the memory of the DeepSpeed engine. Without this call, DeepSpeed's hooks would keep an unused engine
+        alive."""
         optimizer = self._engine.optimizer
         tensors = [*self._partitions(), *self._model.parameters()]
         self._engine.destroy()

@@ -37,7 +37,7 @@ from models.training.samples import TrainingSamples, read_training_rows, stale_s
 from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
-_STEP: Final = "denoising_step_"
+_STEP_PREFIX: Final = "denoising_step_"
 """Prefix of metric names that refer to one denoising step, such as "denoising_step_3"."""
 
 OnProgress = Callable[[], None]
@@ -198,7 +198,13 @@ def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, ta
     for step in trainer.denoising_steps:
         at_N = steps_N == step
         ratios_N = torch.where(at_N, log_ratio_N, 0.0)
-        tally.add({f"{_STEP}{step}": at_N, f"{_STEP}{step}_sum": ratios_N, f"{_STEP}{step}_square": ratios_N.square()})
+        tally.add(
+            {
+                f"{_STEP_PREFIX}{step}": at_N,
+                f"{_STEP_PREFIX}{step}_sum": ratios_N,
+                f"{_STEP_PREFIX}{step}_square": ratios_N.square(),
+            }
+        )
 
 
 def compute_step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
@@ -210,9 +216,9 @@ def compute_step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
     """
     ratios: dict[str, float] = {}
     for name, count in sums.items():
-        if count and name.removeprefix(_STEP).isdigit():
+        if count and name.removeprefix(_STEP_PREFIX).isdigit():
             mean, square = (sums[f"{name}_{part}"] / count for part in ("sum", "square"))
-            step = name.removeprefix(_STEP)
+            step = name.removeprefix(_STEP_PREFIX)
             ratios |= {
                 f"log_ratio_mean_step_{step}": mean,
                 f"log_ratio_std_step_{step}": max(0.0, square - mean**2) ** 0.5,
@@ -287,13 +293,13 @@ def plan_policy_steps(
     weighted = weighted_lengths(samples, config.max_staleness)
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
     batches = build_batches(samples, plans, config=config, rank=ranks.data_parallel_rank)
-    order = _order(len(plans), epochs=config.epochs, seed=work.seed)
+    order = _order_minibatches(len(plans), epochs=config.epochs, seed=work.seed)
     rates = _rates(work, len(order), config=config)
     computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)
     return [StepBatches(batches[step], rate, computes_old, step) for step, rate in zip(order, rates, strict=True)]
 
 
-def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
+def _order_minibatches(minibatches: int, *, epochs: int, seed: int) -> list[int]:
     """Return the minibatch index of each optimizer step. The first epoch is in order, and further epochs are
     shuffled."""
     rng = Random(seed)
@@ -368,19 +374,17 @@ def value_metrics(statistics: StepStatistics) -> dict[str, float]:
 def update_metrics(
     statistics: StepStatistics, samples: TrainingSamples, steps: Sequence[StepBatches], *, max_staleness: int | None
 ) -> dict[str, float]:
-    """Return the metrics of the policy's update, such as losses, ratios, entropy and gradient norms.
-
-    Means are over the tokens that were trained on, without tokens that are too stale. Mismatch metrics are over the
-    tokens that have log-probs from both the engine and the trainer. The two shares of stale tokens are over all tokens
-    of the iteration.
-    """
+    """Return the metrics of the policy's update, such as losses, ratios, entropy and gradient norms. Means are over the
+    tokens that were trained on, without tokens that are more than `max_staleness` versions old. Mismatch metrics are
+    over the tokens that have log-probs from both engine and trainer. The two shares of stale tokens are over all tokens
+    of the iteration."""
     sums, maxima = dict(statistics.sums), dict(statistics.maxima)
     del sums["not_finite"]
     num_tokens, num_compared = sums.pop("trained_tokens"), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
     metrics |= compute_step_ratios(sums)
     for name, total in sums.items():
-        if name.startswith(_STEP):
+        if name.startswith(_STEP_PREFIX):
             continue
         metrics[name] = total / max(1.0, num_compared if name.startswith("mismatch") else num_tokens)
     return (

@@ -107,7 +107,7 @@ class ResidentTrainer:
         self._config = config
         self._ranks = ranks
         self._trainer: Trainer | None = None
-        self._at: tuple[int, str] | None = None
+        self._loaded_version: tuple[int, str] | None = None
         """Number and digest of the version whose weights and optimizer state are in the trainer, or None if they belong
         to no version."""
 
@@ -120,8 +120,8 @@ class ResidentTrainer:
     def take_over(self, version: ModelVersion) -> Trainer | None:
         """Return the trainer in memory if it contains `version` on all ranks, or else None. The caller may then train
         it further. Collective: every rank must call this."""
-        hot = self._at == _name(version)
-        self._at = None
+        hot = self._loaded_version == _name(version)
+        self._loaded_version = None
         return None if any_rank(not hot, self._ranks) else self._trainer
 
     def load_for_inference(self, version: ModelVersion) -> Trainer:
@@ -134,7 +134,7 @@ class ResidentTrainer:
         is_whole = trainer is not None or stored or not version.version
         if trainer is None:
             trainer = self.load(version) if stored else self.load_with_fresh_optimizer(version)
-        self._at = _name(version) if is_whole else None
+        self._loaded_version = _name(version) if is_whole else None
         return trainer
 
     def load_with_fresh_optimizer(self, version: ModelVersion) -> Trainer:
@@ -175,7 +175,7 @@ class ResidentTrainer:
         """Publish the model trained from `parent` as a version without an optimizer state. `put` selects how the files
         are stored, as in `publish_version`. Collective: all ranks must call it."""
         published = self._published(parent, version=version, put=put)
-        self._at = _name(published)
+        self._loaded_version = _name(published)
         return published
 
     def describe(self, parent: ModelVersion, *, version: int) -> ModelVersion:
@@ -186,14 +186,14 @@ class ResidentTrainer:
     def relabel(self, parent: ModelVersion, following: ModelVersion) -> None:
         """Record that the trainer now contains the version `following`, which has the same weights and optimizer state
         as `parent`."""
-        if self._at == _name(parent):
-            self._at = _name(following)
+        if self._loaded_version == _name(parent):
+            self._loaded_version = _name(following)
 
     def close(self) -> None:
         """Release the memory of the trainer. The next load builds a new trainer."""
         if self._trainer is not None:
             self._trainer.close()
-        self._trainer = self._at = None
+        self._trainer = self._loaded_version = None
 
     def _published(
         self, parent: ModelVersion, *, version: int, put: Literal["durable", "early", "not"]

@@ -252,10 +252,10 @@ def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directo
                 f"policy {directory}: config.json sets {name} = {token}, but the tokenizer has no such token. Take "
                 "config.json and the tokenizer from the same checkpoint"
             )
-    return VisionProcessor(family, parts, tokenizer, ends=_ends(directory, tokenizer))
+    return VisionProcessor(family, parts, tokenizer, ends=_read_end_tokens(directory, tokenizer))
 
 
-def _ends(directory: Path, tokenizer: Tokenizer) -> set[int]:
+def _read_end_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
     """Return the IDs of the tokens that end a completion, according to the tokenizer and the directory's
     generation_config.json."""
     named = _settings(directory / "tokenizer_config.json").get("eos_token")

@@ -67,8 +67,8 @@ class VisionInputs:
         self.processor = processor
         self.source = source
         self.is_frozen = is_frozen
-        self._prepared = _Kept[PreparedImage](PREPARED_BYTES, _size)
-        self._states = _Kept[ImageStates](STATES_BYTES, lambda states: states.bytes)
+        self._prepared = _BoundedCache[PreparedImage](PREPARED_BYTES, _size)
+        self._states = _BoundedCache[ImageStates](STATES_BYTES, lambda states: states.bytes)
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class VisionInputs:
         def read(digest: str) -> ImageStates:
             image = self.prepare(digest)
             with torch.no_grad():
-                return _read(model, _on_device([image], model, device), (image.tokens,))[0]
+                return _run_tower(model, _on_device([image], model, device), (image.tokens,))[0]
 
         return self._states.get(digest, read)
 
@@ -102,7 +102,7 @@ class VisionInputs:
             raise BadInput(f"image {digest}: {error}") from error
 
 
-class _Kept(Generic[T]):
+class _BoundedCache(Generic[T]):
     """Cache of values computed from images. If their total size exceeds a limit in bytes, the least recently used
     values are removed. The last value stays even if it alone exceeds the limit."""
 
@@ -255,10 +255,10 @@ def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
     if not rows.arrays and not rows.states:
         return TowerOutputs(options, None)
     if not rows.image_indices:
-        [blank] = _read(model, rows.arrays, None)
+        [blank] = _run_tower(model, rows.arrays, None)
         said = [blank.states_SH, *blank.deep]
         return TowerOutputs(options, torch.stack([each.float().sum() for each in said]).sum() * 0)
-    states_I = rows.states or _read(model, rows.arrays, rows.sizes)
+    states_I = rows.states or _run_tower(model, rows.arrays, rows.sizes)
     one, states_of_images = states_I[0], [states_I[image] for image in rows.image_indices]
     states = [each.states_SH for each in states_of_images]
     output = one.kind() if one.deep else BaseModelOutputWithPooling()
@@ -269,7 +269,9 @@ def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
     return TowerOutputs(options, None)
 
 
-def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None) -> tuple[ImageStates, ...]:
+def _run_tower(
+    model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None
+) -> tuple[ImageStates, ...]:
     """Run the vision tower on images, and return the states of each image. `sizes` are the expected numbers of states.
     If it is None, the arrays contain one image with any number of states. Raises BadInput if the number of states
     differs from the sum of `sizes`."""

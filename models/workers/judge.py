@@ -38,7 +38,7 @@ KEPT_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
+class _CastVote:
     """One answer of the judge to one ballot, which is the request for one vote on one completion."""
 
     attempt: int
@@ -50,7 +50,7 @@ class _Cast:
 class _Votes:
     """Answers to all ballots, including repeated attempts. Only the last answer to a ballot counts."""
 
-    cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
+    cast: dict[Ballot, list[_CastVote]] = field(default_factory=dict)
 
     def last(self, judged: JudgedCompletion, votes: int) -> list[Judgement]:
         return [self.cast[Ballot(judged, vote)][-1].judgement for vote in range(votes)]
@@ -98,7 +98,7 @@ class JudgeWorker:
             self._local.sleep()
 
     def close(self) -> None:
-        """Close the judge's engine, if this worker runs one."""
+        """Close the engine that runs the judge's model, if this worker runs one."""
         if self._local is not None:
             self._local.close()
 
@@ -137,7 +137,7 @@ class JudgeWorker:
             detail={"lengths": order_statistics([answer.tokens for answer in answers])},
             timings={"load": loaded - started, "generate": judged - loaded, "write": clock() - judged}
             | self._steps().since(before)
-            | self._told(answers),
+            | self._count_prompt_tokens(answers),
         )
 
     def _add_rubrics(self, completions: list[JudgedCompletion], work: JudgeWork) -> list[JudgedCompletion]:
@@ -150,7 +150,7 @@ class JudgeWorker:
         rubrics = read_rubrics(self._store, work.prompts)
         return [replace(each, rubric=rubrics[each.prompt_row]) for each in completions]
 
-    def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
+    def _count_prompt_tokens(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Return the number of prompt tokens that the judge's endpoint reports, keyed by `read_tokens`, or an empty
         dict for a local judge. It is reported with the timings, because it may vary between equal requests."""
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
@@ -174,7 +174,7 @@ class JudgeWorker:
             answers = iter(self._judge.answer([question for each in questions for question in each]))
             for ballot, own in zip(open_ballots, questions, strict=True):
                 cast = self._read_answers(ballot.judged, [next(answers) for _ in own], num_steps[ballot.judged])
-                votes.cast.setdefault(ballot, []).append(_Cast(attempt, *cast))
+                votes.cast.setdefault(ballot, []).append(_CastVote(attempt, *cast))
             open_ballots = [ballot for ballot in open_ballots if votes.cast[ballot][-1].judgement.value is None]
         return votes
 

@@ -241,7 +241,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],
         "columns": [encode_columns(problem.columns) for problem in problems],
-        "messages": [_messages(problem) for problem in problems],
+        "messages": [_encode_messages(problem) for problem in problems],
     }
     inputs = [encode_template_input(problem.prompt, problem.template) for problem in problems]
     if not any(inputs):
@@ -249,7 +249,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
     return pa.table(columns | {TEMPLATE: inputs}, schema=PROMPT_SCHEMA.append(pa.field(TEMPLATE, pa.string())))
 
 
-def _messages(problem: Problem) -> list[dict[str, str | None]] | None:
+def _encode_messages(problem: Problem) -> list[dict[str, str | None]] | None:
     """Return the messages of a problem's chat prompt as dicts, or None if the prompt is plain text."""
     if isinstance(problem.prompt, str):
         return None

@@ -138,7 +138,7 @@ class RolloutWorker:
             detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.is_finished)]
         return Outcome(
             shards=tuple(shards),
-            metrics=_metrics(groups, lengths)
+            metrics=_count_tokens_and_groups(groups, lengths)
             | {"prompt_tokens": sum(group.drafts[0].input.num_prompt_tokens for group in drafts)},
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
@@ -180,7 +180,7 @@ class RolloutWorker:
                 "text-to-image policies need an engine that generates pictures, but the engine "
                 f"{self._engine.producer()} has no method `generate_images`. Set rollout.engine.kind = 'diffusers'"
             )
-        trained_steps = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
+        trained_steps = range(0) if work.sampling.temperature == 0 else _sample_window(work, denoising)
         return self._engine.generate_images(requests, denoising, trained_steps)
 
     def _set_images(self, work: RolloutWork) -> None:
@@ -206,11 +206,11 @@ class RolloutWorker:
         return continued + fresh
 
     def _write(self, table: pa.Table, work: RolloutWork, *, kind: str) -> ShardRef:
-        metadata = _metadata(work, run=self._run) | {"producer": self._engine.producer()}
+        metadata = _build_metadata(work, run=self._run) | {"producer": self._engine.producer()}
         return write_shard(self._store, table, kind=kind, metadata=metadata)
 
 
-def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
+def _sample_window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
     """Return the range of denoising steps that are trained in this iteration, or None if all steps that have noise are
     trained. The range is sampled once per iteration and is the same for all images."""
     window = denoising.window
@@ -256,7 +256,7 @@ def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
     return rows
 
 
-def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
+def _build_metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
     """Return the metadata of a rollout shard: the policy version that generated its last tokens, and the inputs of the
     work unit.
 
@@ -284,7 +284,7 @@ def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
     return metadata
 
 
-def _metrics(groups: list[Group], lengths: list[int]) -> dict[str, float]:
+def _count_tokens_and_groups(groups: list[Group], lengths: list[int]) -> dict[str, float]:
     """Return the numbers of finished and unfinished groups, of completions in finished groups, and of new tokens.
     `lengths` contains the number of new tokens of each completion that this work unit continued or began."""
     finished = [draft for group in groups if group.is_finished for draft in group.drafts]

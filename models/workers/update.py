@@ -169,7 +169,7 @@ class UpdateWorker:
     def _publish(self, work: UpdateWork, timer: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
         """Publish the trained policy and critic for immediate use, and start to write their optimizer states."""
         models, following = self._require_models(), work.policy.version + 1
-        model, critic = _next(work.policy), None
+        model, critic = _build_next_version(work.policy), None
         state = critic_state = None  # the copies run while weights are written
         if work.keeps_state and work.learns:
             state = models.states.copy(models.policy.trainer)
@@ -204,7 +204,7 @@ class UpdateWorker:
         return self._offline().warmup(work)
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
-        """Fine-tune a judge on correct and incorrect completions and publish it."""
+        """Fine-tune a judge to rate correct and incorrect completions, and publish it."""
         return self._offline().warm_judge(work)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
@@ -364,9 +364,9 @@ class UpdateWorker:
                 work.policy.version + 1,
                 work.policy.version,
             )
-        models, model = self._require_models(), _next(work.policy)
+        models, model = self._require_models(), _build_next_version(work.policy)
         models.policy.relabel(work.policy, model)
-        critic = None if work.critic is None else _next(work.critic)
+        critic = None if work.critic is None else _build_next_version(work.critic)
         if work.critic is not None and critic is not None:
             models.critic.relabel(work.critic, critic)
         return Outcome(
@@ -393,6 +393,6 @@ class UpdateWorker:
         self._progress += 1
 
 
-def _next(parent: ModelVersion) -> ModelVersion:
+def _build_next_version(parent: ModelVersion) -> ModelVersion:
     """Return the next version after an update without a step. It has the weights and optimizer state of `parent`."""
     return replace(parent, version=parent.version + 1)

@@ -54,7 +54,7 @@ class LoadedPolicy:
 
 
 @dataclass(slots=True)
-class _Live:
+class _Batch:
     """State of the batch that is being decoded, with one row per completion. Finished rows are marked as not `alive`,
     and are removed once enough rows have finished."""
 
@@ -86,7 +86,7 @@ class _Live:
         self.padding_B = self.padding_B + (width - self.width)
         self.width = width
 
-    def admit(self, new: "_Live") -> None:
+    def admit(self, new: "_Batch") -> None:
         """Append the rows of `new` to the batch, all of which must be unfinished. Cache entries that contain only
         padding are removed."""
         width = max(int(self.lengths_B.max()), new.width)
@@ -106,14 +106,14 @@ class _Output:
     """Completion tokens of each row, beginning with the tokens that the completion already had."""
     logprobs_RT: Tensor
     prompts_R: Tensor
-    """Number of prompt tokens of each row."""
+    """Number of prompt tokens of each completion."""
     turns_R: Tensor
     """Index in each row's completion at which the current turn (the newest reply of an episode) begins."""
     limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
 
-    def ends(self, live: _Live) -> Tensor:
+    def ends(self, live: _Batch) -> Tensor:
         """Return, for each row of the batch, the index of the newest token in its completion. This token is not in the
         KV cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
@@ -150,7 +150,7 @@ def decode(
         _require_finite(logits_BV, live, policy, rows)
         at_B = output.ends(live)
         tokens_B, logprobs_B = sample_tokens(logits_BV, random_RT[live.rows_B, at_B], sampling, banned=policy.banned)
-        _write(live, output, at_B, tokens_B, logprobs_B)
+        _store_tokens(live, output, at_B, tokens_B, logprobs_B)
         _end_rows(live, output, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
         if num_alive == 0 and not waiting:
@@ -162,7 +162,7 @@ def decode(
             if live.width >= widest + ROOM:
                 live.trim()
             at_B = output.ends(live)
-            logits_BV = _forward(policy, live, output.tokens_RT[live.rows_B, at_B])
+            logits_BV = _decode_token(policy, live, output.tokens_RT[live.rows_B, at_B])
             if recorder is not None:
                 recorder.record_tokens(live.rows_B, at_B)
             on_step(num_alive)
@@ -195,7 +195,7 @@ def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> 
 
 def _prefill(
     policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: ExpertRecorder | None
-) -> tuple[Tensor, _Live]:
+) -> tuple[Tensor, _Batch]:
     """Process the prompts of the rows at `indices`, padded on the left, and return the logits of the next tokens and
     the new batch. Each distinct prompt is processed once, and its cache rows are repeated for each of its completions.
     """
@@ -210,7 +210,7 @@ def _prefill(
     cache.reorder_cache(prompt_B)
     use_in_place_layers(cache)
     lengths_P = mask_PT.sum(dim=1)
-    live = _Live(
+    live = _Batch(
         rows_B=torch.arange(indices.start, indices.stop, device=device),
         alive_B=torch.ones(len(indices), dtype=torch.bool, device=device),
         width=mask_PT.shape[1],
@@ -249,7 +249,7 @@ def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
     return row.request == other.request and row.input == other.input
 
 
-def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
+def _decode_token(policy: LoadedPolicy, live: _Batch, tokens_B: Tensor) -> Tensor:
     """Append the token in `tokens_B` to every row of the batch and return the logits of the next token."""
     live.width += 1
     mask_BT = torch.arange(live.width, device=live.padding_B.device) >= live.padding_B[:, None]
@@ -268,7 +268,7 @@ def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
     return logits_BV
 
 
-def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: Sequence[CompletionRow]) -> None:
+def _require_finite(logits_BV: Tensor, live: _Batch, policy: LoadedPolicy, rows: Sequence[CompletionRow]) -> None:
     finite_B = logits_BV.sum(
         dim=1, dtype=torch.float64
     ).isfinite()  # reads the logits once; isfinite alone would read memory three times
@@ -281,7 +281,7 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
         )
 
 
-def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+def _store_tokens(live: _Batch, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
     """Store sampled tokens and their log-probs at the indices `at_B` of the rows' completions. Finished rows stay
     unchanged."""
     rows_B = live.rows_B
@@ -289,7 +289,7 @@ def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprob
     output.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, output.logprobs_RT[rows_B, at_B])
 
 
-def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
+def _end_rows(live: _Batch, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
     """Mark the rows as finished whose completion ended with the token at index `at_B`, by an end token, a stop text or
     its maximum length."""
     ended_B = torch.isin(output.tokens_RT[live.rows_B, at_B], policy.eos_E)
@@ -303,7 +303,7 @@ def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, 
 
 
 def _ends_with_stop_text(
-    live: _Live, output: _Output, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
+    live: _Batch, output: _Output, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
     """Return, for each row of the batch, whether the token at index `at_B` of its completion completes a stop text in
     the current turn."""

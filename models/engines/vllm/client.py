@@ -32,7 +32,7 @@ class InputEncoder(Protocol):
 
     @property
     def banned(self) -> list[JsonValue]:
-        """IDs of the tokens that have probability 0."""
+        """IDs of the tokens that have probability 0, such as placeholders of images."""
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as the JSON fields that a request to a server contains."""

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_IGNORED_KEYS: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of config.json that are ignored when a running server decides whether it can load another policy in place."""
 
 
@@ -196,7 +196,7 @@ def _shape(directory: Path) -> str:
     # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
     # from elsewhere may omit them.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()
-    lasting = {name: value for name, value in settings.items() if name not in _PASSING}
+    lasting = {name: value for name, value in settings.items() if name not in _IGNORED_KEYS}
     paths = [directory / name for name in ("tokenizer.json", *SETTINGS)]
     files = b"".join(path.read_bytes() for path in paths if path.is_file())
     return blake3(json.dumps(lasting, sort_keys=True, default=str).encode() + files).hexdigest()

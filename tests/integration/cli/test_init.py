@@ -97,6 +97,14 @@ def test_a_file_and_a_model_directory_train_within_three_commands(labels, prefec
 
 
 @pytest.mark.system
+def test_the_job_may_be_written_to_a_new_folder(labels, capsys):
+    assert main(["init", "new/job", "--data", "reviews.jsonl", "--policy", "models/tiny"]) == 0
+    assert 'path = "../../reviews.jsonl"' in (labels / "new/job/job.toml").read_text()
+    capsys.readouterr()
+    assert main(["train", "new/job/job.toml", "--dry-run"]) == 0
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("data", ["gone.jsonl", "reviews.jsonl"])
 def test_init_writes_nothing_if_an_input_cannot_be_used(data, labels, capsys):
     assert (

@@ -151,8 +151,8 @@ def test_a_frozen_tower_encodes_an_image_once_and_the_update_is_the_same(uri, mo
         change(UNCLIPPED, freeze=("vision", "projector")),
     )
     work = seen_work(uri, policy, Path(uri, kind), SHOWN)
-    calls, read = [], tower._read
-    monkeypatch.setattr(tower, "_read", lambda *arguments: calls.append(0) or read(*arguments))
+    calls, read = [], tower._run_tower
+    monkeypatch.setattr(tower, "_run_tower", lambda *arguments: calls.append(0) or read(*arguments))
     worker = start_worker(uri, frozen)
     first = worker.update(work)
     assert len(calls) == 2 * len(PICTURES)  # once by the policy and once by the reference, though there are more passes

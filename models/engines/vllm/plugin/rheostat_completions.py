@@ -126,7 +126,7 @@ def _parameters(one: CompletionRequest, sampling: Sampling) -> SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
-        logit_bias=_ban(sampling.banned),
+        logit_bias=_build_ban(sampling.banned),
         seed=one.seed,
         max_tokens=one.max_tokens,
         logprobs=0,
@@ -144,7 +144,7 @@ def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,
-        logit_bias=_ban(banned),
+        logit_bias=_build_ban(banned),
         logprob_token_ids=tokens,
         flat_logprobs=True,
         detokenize=False,
@@ -153,7 +153,7 @@ def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
     )
 
 
-def _ban(tokens: list[int]) -> dict[int, float] | None:
+def _build_ban(tokens: list[int]) -> dict[int, float] | None:
     """Return the logit bias for vLLM's sampling parameters that gives these tokens probability 0, or None if there are
     none. vLLM then normalizes over the other tokens."""
     return dict.fromkeys(tokens, -math.inf) or None

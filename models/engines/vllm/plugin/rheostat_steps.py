@@ -38,7 +38,7 @@ class Steps:
         async def take_and_count() -> EngineCoreOutputs:
             outputs: EngineCoreOutputs = await take()
             self._count(outputs)
-            await self._breathe()
+            await self._yield_to_others()
             return outputs
 
         core.get_output_async = take_and_count
@@ -64,7 +64,7 @@ class Steps:
             "sequence_seconds": self._sequence_seconds,
         }
 
-    async def _breathe(self) -> None:
+    async def _yield_to_others(self) -> None:
         """Let other asyncio tasks run from time to time. While outputs queue up, vLLM's loop over them would never let
         them run."""
         now = time.monotonic()
