@@ -111,7 +111,8 @@ class GeneratedData(DataSource):
 
 
 class ArithmeticData(GeneratedData):
-    """Word problems generated from templates and a seed, with answers that a program checks."""
+    """Word problems with additions and subtractions, generated from templates and a seed. Their answers are numbers
+    that a program can check."""
 
     implementation = "models.data.arithmetic:arithmetic_problems"
     makes_pairs = True
@@ -377,7 +378,8 @@ class DeduplicatedData(DataSource):
 
 
 class TargetData(Target):
-    """User-defined source: a subclass of `models.config.data.DataSource` (see "Extending")."""
+    """User-defined source of problems: a subclass of `models.config.data.DataSource` (see "Extending" in the
+    documentation)."""
 
 
 DataConfig = Annotated[
