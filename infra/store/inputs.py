@@ -84,8 +84,8 @@ class JobPath(PosixPath):
 
     @classmethod
     def locate(cls, text: JobText) -> Self:
-        """Return the absolute path for a text that is a relative path. It starts in the folder of the text, which may be
-        a folder that does not exist yet."""
+        """Return the absolute path for a text that is a relative path. It starts in the folder of the text, which may
+        be a folder that does not exist yet."""
         full = text.folder / text
         # The system follows `..` only out of folders that exist.
         path = cls(full if text.folder.is_dir() else os.path.normpath(full))

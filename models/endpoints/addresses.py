@@ -108,7 +108,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         return await self._transport.handle_async_request(request)
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close all connections of the transport."""
         await self._transport.aclose()
 
     async def _resolve_once(self) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ class EndpointClient:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _build_client(self) -> httpx.AsyncClient:
-        """Create the HTTP client with the API key."""
+        """Create the HTTP client, which sends the API key, if there is one, with every request."""
         headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"

@@ -127,7 +127,7 @@ class Engine(Protocol):
         """Release the memory of weights and KV cache. The weights must be loaded again before the engine's next use."""
 
     def close(self) -> None:
-        """Stop the engine with all its processes. It cannot be used afterwards."""
+        """Stop the engine with all its processes. The engine cannot be used afterwards."""
 
     def step_sums(self) -> StepSums:
         """Return timing sums over all decoding steps since the engine was built."""
@@ -144,7 +144,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class VisionEngine(Protocol):
-    """Engine that can generate with vision-language policies."""
+    """Rollout engine that can generate with vision-language policies."""
 
     def show(self, images: ImageSource) -> None:
         """Set the source from which the engine reads the images of later prompts. Prompts name images by digest."""

@@ -126,7 +126,7 @@ def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
 
 
 def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:
-    """Describe a decoder with these sizes and this tokenizer."""
+    """Describe a decoder that has these sizes and uses this tokenizer."""
     return Inspected(decoder.shape(), decoder.outline(), tokenizer, decoder.critic)
 
 

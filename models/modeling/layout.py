@@ -34,7 +34,7 @@ class TrainingSample:
     logprobs: NDArray[np.float32]
     """Behavior log-prob of each completion token, which is its log-prob under the policy that generated it."""
     advantages: NDArray[np.float32]
-    """Advantage of each completion token."""
+    """Advantage of each completion token, which scales the token's gradient in the policy loss."""
     staleness: NDArray[np.int16]
     """Age of each completion token: number of policy versions between the one that generated the token and the one in
     training."""

@@ -109,7 +109,7 @@ class TokenModule(nn.Module):
     """Model that returns one float32 number per completion token, given a `ForwardInput`."""
 
     model: PreTrainedModel
-    """Underlying transformers or diffusers model, which `save` writes."""
+    """Underlying transformers or diffusers model, whose weights `save` writes."""
 
     shares_prompts: bool
     """Whether the model supports micro-batches in which a prompt that several sequences share is stored once."""
@@ -128,11 +128,9 @@ class TokenModule(nn.Module):
     off."""
 
     def enable_sequence_parallelism(self, group: SequenceParallelGroup | None) -> None:
-        """Turn on sequence parallelism in this group. None leaves it off. Collective: all ranks of the group must call
-        this.
-
-        Raises BadInput if the model does not support it.
-        """
+        """Turn on sequence parallelism, with which the ranks of `group` share the tokens of a row, or leave it off if
+        `group` is None. Collective: all ranks of the group must call this. Raises BadInput if the model does not
+        support it."""
         if group is None:
             return
         kind = type(self.model).__name__

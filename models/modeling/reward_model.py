@@ -42,7 +42,7 @@ class RewardModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     context: int
-    """Maximum length of a text in tokens."""
+    """Maximum length, in tokens, of a text that the model can score."""
 
     @property
     def pad(self) -> int | None:

@@ -13,11 +13,11 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from models.data.images import open_picture
 
 GAP: Final = 8
-"""Space around each picture in pixels."""
+"""Space around each picture of a contact sheet in pixels."""
 LINE: Final = 18
-"""Height of a line of text in pixels."""
+"""Height of a line of text on a contact sheet in pixels."""
 TEXT: Final = 12
-"""Font size in pixels."""
+"""Font size of the texts on a contact sheet in pixels."""
 PAPER, INK, QUIET, EMPTY = "#ffffff", "#1a1a1a", "#6b6b6b", "#e4e4e4"
 
 
@@ -26,9 +26,9 @@ class SheetPicture:
     """Picture on a contact sheet, with the reward that is written below."""
 
     encoded: bytes
-    """Picture file, such as a PNG."""
+    """Bytes of an image file, such as a PNG."""
     reward: float | None
-    """Total reward, or None if it is missing."""
+    """Total reward of the picture, or None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class TurnRecord:
     """Number of tokens between this turn and the next: the environment's reply (observation), or the separate prompt of
     the next turn."""
     calls: int = 0
-    """Number of tool calls in this turn."""
+    """Number of tool calls that the policy made in this turn."""
     errors: int = 0
     """Number of tool calls in this turn that could not be parsed."""
     reward: float | None = None
@@ -166,7 +166,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all completions of the group have ended."""
+        """Whether all completions of the group have ended, so that none continues later."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def build_request(self, version: int, partial: PartialRollout | None) -> Request:

@@ -19,7 +19,7 @@ from models.rollouts.groups import TurnRecord
 PICTURED: Final = 4
 """Maximum number of completions in a report whose images are shown as thumbnails."""
 IMAGES: Final = 2
-"""Maximum number of thumbnails per completion."""
+"""Maximum number of thumbnails for one completion in a report."""
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "turns")
 TEXTS = ("prompt", "completion", "answer")
 
@@ -28,19 +28,19 @@ class RolloutPreview(Settings):
     """One completion with its prompt, reward and other facts, for a person to read."""
 
     iteration: int
-    """Iteration that generated the completion."""
+    """Training iteration that generated the completion."""
     prompt_id: str
     """ID of the problem, which is the same in all runs with the same data."""
     sample: int
-    """Index of the completion within its group."""
+    """Index of the completion among the completions of the same prompt."""
     prompt: str
     """Prompt as the policy receives it, rendered by the chat template."""
     completion: str
-    """Text of the completion."""
+    """Text that the policy generated."""
     answer: str | None
     """Reference answer from the data, or None if the data has none."""
     reward: float | None
-    """Total reward, or None if it is missing."""
+    """Total reward of the completion, or None if it is missing."""
     finish_reason: str
     """Reason why the completion ended: `stop` or `length`. Episodes can also end with `turns` or `failed`."""
     turns: tuple[TurnRecord, ...] | None = None

@@ -80,7 +80,7 @@ class Marks:
         return text
 
     def occur_in(self, text: str) -> bool:
-        """Return whether the text contains a mark."""
+        """Return whether the text contains one of these marks."""
         return any(mark in text for mark in self.marks.values())
 
 

@@ -58,7 +58,7 @@ class TurnFormat:
     control: re.Pattern[str] = field(repr=False)
     """Pattern that matches control tokens: special tokens, and added tokens that the chat template writes."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Variables passed to the chat template, by name."""
+    """Variables that are passed to the chat template, by name."""
 
     def with_arguments(self, arguments: TemplateArguments) -> "TurnFormat":
         """Return the format for a prompt with the given template arguments. If they contain tools, these replace the
@@ -245,7 +245,7 @@ class _Step:
     """Part of the rendered chat that must not change when messages follow: everything except the text after the end of
     a turn."""
     text: str
-    """Full text of the rendered chat."""
+    """Full text of the trial chat up to this message."""
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
@@ -396,5 +396,5 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 def first_error_line(error: TemplateFailed) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of the message of a chat template's error."""
     return next(iter(str(error).splitlines()))

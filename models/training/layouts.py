@@ -30,12 +30,12 @@ class StateLayout(Settings):
     """Settings that determine how an optimizer's state is divided among ranks."""
 
     world_size: int
-    """Number of ranks that share the state."""
+    """Number of ranks among which the optimizer state is divided."""
     zero_stage: int
     """DeepSpeed's ZeRO stage (0 to 3), which determines whether optimizer state, gradients and weights are sharded over
     the ranks."""
     dtype: str
-    """Data type of the weights: "float32" or "bfloat16"."""
+    """Data type of the model's weights: "float32" or "bfloat16"."""
     optimizer: str = "adamw"
     """Key of the optimizer in the configuration, such as "adamw" or "muon"."""
 

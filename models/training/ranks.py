@@ -43,7 +43,8 @@ class Ranks:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's sequence-parallel group among the data-parallel ranks."""
+        """Index of this rank among the data-parallel ranks. The ranks of a sequence-parallel group have the same
+        index."""
         return self.rank if self.sequence_parallel_group is None else self.rank // self.sequence_parallel_group.size
 
     @property

@@ -55,7 +55,7 @@ LOW_BYTES: Final = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" el
 """Byte order to pass to Pillow so that it reads the lower byte of each 16-bit number, keyed by the actual byte
 order."""
 SIDEWAYS: Final = (5, 6, 7, 8)
-"""EXIF orientations that swap width and height."""
+"""EXIF orientations with which the width and height of an image are swapped."""
 _PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 """Markers in a PNG file of chunks that can contain an orientation."""
 
@@ -116,7 +116,7 @@ class _GrayFormat(NamedTuple):
     signed: bool | None = None
     """Whether gray levels are signed, or None if Pillow already decodes the sign."""
     inverted: bool = False
-    """Whether level 0 means white and not black."""
+    """Whether gray level 0 means white instead of black."""
 
 
 def _find_gray_format(image: Image.Image) -> _GrayFormat | None:

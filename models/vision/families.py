@@ -44,9 +44,9 @@ class Parts:
     image processor and tokenizer."""
 
     config: Any
-    """Configuration of the model (transformers' `PretrainedConfig`)."""
+    """Configuration of the vision-language model (transformers' `PretrainedConfig`)."""
     images: Any
-    """Image processor of the model, from transformers."""
+    """Image processor of the vision-language model, from transformers."""
     token: Callable[[int], str]
     """Function that returns the text of a token, given its ID."""
 

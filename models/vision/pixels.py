@@ -20,7 +20,7 @@ SIZED_BY_PIXELS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Values of `model_type` whose image processor resizes each image to between a minimum and a maximum number of
 pixels."""
 _READ: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", *SETTINGS)
-"""Files of a policy's directory that `load_processor` reads."""
+"""Names of the files in a policy's directory that `load_processor` reads."""
 
 
 def limit_pixels(directory: Path, limits: PixelLimits) -> None:

@@ -98,7 +98,7 @@ class JudgeWorker:
             self._local.sleep()
 
     def close(self) -> None:
-        """Close the judge's engine, if this worker runs one."""
+        """Close the engine that runs the judge's model, if this worker runs one."""
         if self._local is not None:
             self._local.close()
 

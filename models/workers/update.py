@@ -204,7 +204,7 @@ class UpdateWorker:
         return self._offline().warmup(work)
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
-        """Fine-tune a judge on correct and incorrect completions and publish it."""
+        """Fine-tune a judge to rate correct and incorrect completions, and publish it."""
         return self._offline().warm_judge(work)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:

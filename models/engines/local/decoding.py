@@ -106,7 +106,7 @@ class _Output:
     """Completion tokens of each row, beginning with the tokens that the completion already had."""
     logprobs_RT: Tensor
     prompts_R: Tensor
-    """Number of prompt tokens of each row."""
+    """Number of prompt tokens of each completion."""
     turns_R: Tensor
     """Index in each row's completion at which the current turn (the newest reply of an episode) begins."""
     limits_R: Tensor

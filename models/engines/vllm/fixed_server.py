@@ -46,7 +46,7 @@ class FixedAddressServer:
         return True
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the vLLM process, if one is running."""
         if self._server is not None:
             self._server.stop()
             self._server = None

@@ -53,7 +53,7 @@ class Address:
     key: str | None = None
     """API key that callers must send, or None to generate a random key."""
     name: str = "policy"
-    """Name of the model in OpenAI-compatible requests."""
+    """Model name that callers state in OpenAI-compatible requests."""
 
     def url(self, port: int) -> str:
         """Return the URL at which this machine reaches the server."""
@@ -61,7 +61,7 @@ class Address:
 
 
 ALL_INTERFACES: Final = "0.0.0.0"
-"""Address of all network interfaces."""
+"""IP address with which a server listens on all network interfaces."""
 PRIVATE_ADDRESS: Final = Address()
 """Address of a server that only this process uses: the loopback interface, a free port and a random key."""
 

@@ -23,7 +23,7 @@ The module imports nothing of this project. It can therefore also be loaded in v
 
 
 def _load_decoder() -> ModuleType:
-    """Import the module that decodes images from its file path."""
+    """Import the image-decoding module by its file path, so that it can be used in vLLM's Python environment."""
     spec = spec_from_file_location("rheostat_color_conversion", DECODER)
     assert spec is not None and spec.loader is not None, "the file exists"
     module = module_from_spec(spec)

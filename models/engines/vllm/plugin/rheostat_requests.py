@@ -51,10 +51,11 @@ class Prompt:
     """Token IDs of the input with a single placeholder token per image, or an empty list if there is no image."""
     images: list[Picture]
     settings: dict[str, object]
-    """Settings for the model's image processor that differ from those in its directory."""
+    """Settings of the model's image processor with which the prompt was encoded, as far as they differ from those in
+    the model's directory."""
 
     def append_completion(self, tokens: list[int]) -> "Prompt":
-        """Return the prompt with tokens appended."""
+        """Return a copy of the prompt with the token IDs of a completion appended."""
         return replace(self, tokens=self.tokens + tokens, collapsed=self.collapsed + tokens)
 
 

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 CONTENTS = "bundle.json"
 HEAD = "lm_head.weight"
 IMAGES = ("preprocessor_config.json", "processor_config.json")
-"""Files with the settings of image preprocessing."""
+"""Names of the files with the settings of image preprocessing in a model directory."""
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of config.json that are ignored when the server decides whether it can load another policy."""
 

@@ -52,7 +52,7 @@ class Weights:
         return blake3(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
     def rheostat_expert_layers(self) -> list[int]:
-        """Return the numbers of the mixture-of-experts layers."""
+        """Return the layer numbers of the model's mixture-of-experts layers."""
         return [layer.layer_id for layer in expert_layers(self.get_model())]  # type: ignore[attr-defined]
 
     def rheostat_note_experts(self) -> None:
