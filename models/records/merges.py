@@ -74,7 +74,7 @@ class Merge(Settings):
     when: str = ""
     """Time of the merge in UTC, in ISO format."""
     version: str = ""
-    """Version of Rheostat that wrote the file."""
+    """Version of Rheostat that wrote merge.json."""
     soup: JsonValue = None
     """Preference, mixing weights and statistics if the merged policy is a soup (weighted average of policies trained on
     different rewards), else None."""

@@ -239,7 +239,7 @@ def trained_tokens_mask(samples: pa.Table) -> Mask:
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
-    """Return the number of completion tokens in each rollout row (K)."""
+    """Return the number of completion tokens in each of the K rows of a rollout table."""
     return lengths_of(rollouts[COMPLETION_TOKENS])
 
 

@@ -40,6 +40,6 @@ class Difference(Settings):
     """Answer of the environment in the replay, shortened in the same way."""
 
     def line(self) -> str:
-        """Return the difference as one line of text."""
+        """Return the difference as one line of text for messages: the episode, the turn and both answers."""
         turn = f"turn {self.turn}" if self.turn else "before its first turn"
         return f"{self.shard}: row {self.row}, {turn}: expected {self.expected}, found {self.found}"

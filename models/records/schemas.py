@@ -29,7 +29,7 @@ MESSAGE = pa.struct(
         ("name", pa.string()),  # name of the tool that returned the message, else null
     ]
 )
-"""Arrow type of a chat message: role, text, and name of the tool or person."""
+"""Arrow type of a chat message: role, text content, and name of the tool or person, if any."""
 
 PROMPT_SCHEMA = pa.schema(
     [

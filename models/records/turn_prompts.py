@@ -61,7 +61,8 @@ def split_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
 
 
 def _rows(rollouts: pa.Table) -> Integers:
-    """Return the index of the rollout row to which each segment belongs (S)."""
+    """Return the index of the rollout row to which each segment belongs (S). A segment is a run of completion tokens
+    from the same policy version or environment."""
     return np.repeat(np.arange(rollouts.num_rows), lengths_of(rollouts["segments"]))
 
 

@@ -117,5 +117,5 @@ def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
 
 
 def directory_of(run: Run, bundle: BundleRef) -> str:
-    """Return the location of a bundle's files: a path or a URL."""
+    """Return the location of a bundle's files in a run's store: a local path or a URL."""
     return run.store.locate(f"{bundle.key}/{CONTENTS}").rpartition("/")[0]

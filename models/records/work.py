@@ -190,7 +190,7 @@ class CreditWork:
     """Shards with the auxiliary models' outputs, one for each item of `shards`. Empty if the algorithm needs no
     auxiliary model."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward, in this iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class UpdateWork:
     learns: bool = True
     """Whether the policy is updated. It is false while the critic warms up, when only the critic is updated."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the loss."""
+    """Coefficient of the KL penalty in the loss, in this iteration."""
     keeps_state: bool = True
     """Whether the optimizer state of the new version is stored. If not, this update is repeated after a restart."""
     past: tuple["UpdateWork", ...] = ()

@@ -54,7 +54,7 @@ class Case:
 
     @property
     def chat(self) -> list[ChatMessage]:
-        """Prompt and completion as chat messages."""
+        """Prompt and completion as chat messages, as reward functions receive them."""
         if self.messages:
             return list(self.messages)
         texts = {"user": self.prompt, "assistant": self.completion}

@@ -23,7 +23,7 @@ class Scores:
     """Result of each reward term: one number, numbers for spans of tokens if the term scores steps, tokens or turns, or
     None if the result is missing."""
     error: str | None
-    """First error as `term: reason`, or None if there is none."""
+    """First error of a reward term as `term: reason`, or None if there is no error."""
 
 
 def combine_results(
