@@ -259,10 +259,7 @@ class Evaluator:
             except ProcessEnded as end:
                 part.place.close()
                 if end.cause == "time":
-                    end.args = (
-                        f"the reward returned no score within {self._scoring.timeout_seconds:g} s "
-                        "(scoring.timeout_seconds)",
-                    )
+                    end.args = (f"the reward returned no score within {self._scoring.timeout_seconds:g} s",)
                 ends.append(end.cause)
                 if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     raise
