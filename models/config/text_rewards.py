@@ -14,10 +14,8 @@ class ReferenceReward(BuiltInReward):
     checks_references = True
 
     reference_separator: str | None = None
-    """Text between alternative references in a reference answer, such as `"
-
-    | "`. The alternative with the highest score counts. If not set, the whole answer is one reference.
-    """
+    """Text between alternative references in a reference answer, such as `" ||| "`. The alternative with the highest
+    score counts. If not set, the whole answer is one reference."""
 
 
 class GradedReferenceReward(ReferenceReward):
