@@ -207,7 +207,7 @@ def _present_key(key: str, models: Sequence[type[BaseModel]], table: Mapping[str
 def warn(old: str, new: str, *, source: str = "") -> None:
     """Issue a deprecation warning that a user's document contains the old name of a key or value. The message begins
     with `source`, such as "job.toml: "."""
-    warnings.warn(f"{source}{old} is deprecated. Write {new} instead.", DeprecatedSpelling, stacklevel=2)
+    warnings.warn(f"{source}{old} is deprecated. Write {new}.", DeprecatedSpelling, stacklevel=2)
 
 
 def present_names_in(document: Mapping[str, Any], model: type[BaseModel], *, source: str) -> dict[str, Any]:

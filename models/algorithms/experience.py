@@ -17,11 +17,12 @@ class SpanColumns:
     """Values of one process reward, which scores spans of tokens (the steps, tokens or turns of completions)."""
 
     starts_S: Integers
-    """Index of each span's first token within its completion. A span ends where the next one begins."""
+    """Index of each span's first token within its completion. A span ends where the next span of the completion
+    begins."""
     counts_N: Integers
     """Number of spans of each completion. It is 0 if the process reward has no values for the completion."""
     values_S: Floats
-    """Reward of each span, in the order of the spans."""
+    """Reward of each span, in the order of the spans of all completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Term:
     name: str
     """Name of the reward term."""
     weight: float
-    """Weight of the term in the total reward."""
+    """Weight by which the term is multiplied in the total reward."""
     rewards_N: Floats
     """Reward of each completion. For a process reward, the values of the completion's spans combined into one
     number."""
@@ -45,7 +46,7 @@ class Term:
 
     @property
     def standardized(self) -> Floats:
-        """Rewards after shift and scale and before weighting: (reward − shift) / scale."""
+        """Reward of each completion after shift and scale and before weighting: (reward − shift) / scale."""
         return (self.rewards_N - self.shift) / self.scale
 
 
@@ -123,7 +124,7 @@ class Experience:
     max_new_tokens: int = 0
     """Maximum length of completions in tokens, from which the length penalty is computed."""
     kl_coefficient: float = 0.0
-    """Current coefficient of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward, in the current iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Advantages:
     """Output of an algorithm: the advantages of all tokens, and the returns if there is a critic."""
 
     advantages_T: Floats
-    """Advantage of each token."""
+    """Advantage of each completion token."""
     returns_T: Floats | None = None
     """Return (sum of future rewards) of each token, on which the critic is trained. None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -19,7 +19,7 @@ MIN_STD = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Count, mean and population standard deviation of the values of each group."""
+    """Number, mean and population standard deviation of the values in each group."""
 
     count_G: Integers
     mean_G: Floats
@@ -115,7 +115,8 @@ def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Inte
 
 
 def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Return for each token the value of the span that contains it (T), or NaN for completions without spans."""
+    """Return, for each token, the value of the span that contains the token (T). Tokens of completions without spans
+    get NaN."""
     begins_S, ends_S = span_bounds(spans, lengths_N)
     valued_N = spans.counts_N > 0
     valued_T = np.repeat(spans.values_S, ends_S - begins_S)

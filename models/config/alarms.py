@@ -54,7 +54,7 @@ class Alarm(Settings):
     `revert` discards the policy: the next iteration starts from the policy that generated the last iteration that was
     not reverted."""
     max_reverts: Annotated[int, Field(ge=0), RenamedFrom("returns")] = 3
-    """Maximum number of times that this alarm may revert a run. When the alarm is raised once more, it ends the run."""
+    """Maximum number of times that this alarm may revert a run. If it is raised again after that, it ends the run."""
 
     @property
     def label(self) -> str:
@@ -132,7 +132,8 @@ class EntropyCollapse(Alarm):
 
     kind: Literal["entropy_collapse"] = "entropy_collapse"
     window: Positive = 5
-    """Number of first iterations whose mean entropy is the reference. No alarm is raised in these iterations."""
+    """Number of iterations at the start of the run whose mean entropy is the reference. No alarm is raised in these
+    iterations."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the first iterations' mean entropy. The alarm is raised below this share."""
 
@@ -184,7 +185,7 @@ class MetricAlarm(Alarm):
 
     kind: Literal["metric"] = "metric"
     metric: str
-    """Name of the metric in `metrics.jsonl`, such as `update/grad_norm_max`."""
+    """Name of the metric as in `metrics.jsonl`, with its stage, such as `update/grad_norm_max`."""
     side: Literal["above", "below"] = "above"
     """Side of the bound on which the alarm is raised: "above" for metrics that must not become too large, "below" for
     metrics that must not become too small."""
@@ -199,7 +200,8 @@ class MetricAlarm(Alarm):
         return self.name or self.metric
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the mean of the metric over the window is beyond the bound, else None."""
+        """Return a message if the mean of the metric over the last `window` iterations is beyond the bound, else
+        None."""
         mean = _mean_of_window(self.metric, number, self.window, measured)
         if mean is None or not (mean > self.bound if self.side == "above" else mean < self.bound):
             return None
@@ -244,8 +246,8 @@ def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
 
 
 def _iterations_before(number: int, window: int) -> range:
-    """Return the numbers of the last `window` iterations before iteration `number`, or an empty range if there are
-    fewer."""
+    """Return the numbers of the `window` iterations before iteration `number`, or an empty range if there are fewer.
+    Iterations are counted from 1."""
     return range(number - window, number) if number > window else range(0)
 
 

@@ -46,10 +46,10 @@ class CriticConfig(Settings):
     """Directory, or model on the Hugging Face Hub, from which the critic is loaded, such as a reward model. If not set,
     the critic starts as a copy of the initial policy with a zero-initialized output head."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
-    """Peak learning rate of the critic. Its other optimizer settings are those of `update`."""
+    """Peak learning rate of the critic. The critic's other optimizer settings are those of `update`."""
     clip: Annotated[float, Field(gt=0)] = 0.2
-    """Maximum change of a predicted value by the update: larger changes are clipped in the loss (PPO's clipped value
-    loss)."""
+    """Maximum change of a predicted value in an update. Larger changes are clipped in the critic's loss (PPO's clipped
+    value loss)."""
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     """Number of iterations at the start of the run in which only the critic is trained and the policy stays
     unchanged."""
@@ -161,8 +161,8 @@ class GroupRelative(Algorithm):
     completions from the rewards of their groups."""
 
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. Their advantages are 0, so they only contribute through a
-    KL penalty and lower the weight of the other groups in the mean loss."""
+    """Whether groups with equal rewards are trained on too. Equal rewards give advantages of 0, so these groups
+    contribute only through a KL penalty and lower the weight of the other groups in the mean loss."""
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
     """Order of combining several reward terms: "sum_then_normalise" computes advantages from the weighted sum of the
     terms, "normalise_then_sum" computes the advantages of each term and then adds them by weight."""
@@ -252,9 +252,10 @@ class ReinforcePlusPlus(Algorithm):
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     kl: RewardKl | None = None
-    """KL penalty in the reward of each token, as in the paper. If not set, there is no such penalty."""
+    """KL penalty that is subtracted from the reward of each token, as in the paper. If not set, there is no such
+    penalty."""
     gamma: Fraction = 1.0
-    """Discount factor per token."""
+    """Discount factor per token, with which later token rewards are summed."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
@@ -271,8 +272,8 @@ class ReinforcePlusPlusBaseline(Algorithm):
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. Their advantages are 0, so they only contribute through a
-    KL penalty and lower the weight of the other groups in the mean loss."""
+    """Whether groups with equal rewards are trained on too. Equal rewards give advantages of 0, so these groups
+    contribute only through a KL penalty and lower the weight of the other groups in the mean loss."""
 
     @property
     def keeps_uninformative(self) -> bool:
@@ -294,14 +295,14 @@ class Ppo(Algorithm):
 
     kind: Literal["ppo"] = "ppo"
     gamma: Fraction = 1.0
-    """Discount factor per token."""
+    """Discount factor per token, with which later rewards and values are weighted."""
     lam: Fraction = 0.95
     """λ of generalized advantage estimation. With 1, the advantage is the whole discounted return minus the critic's
     value; with 0, it is the temporal-difference error of one token."""
     whiten: bool = True
     """Whether advantages are normalized to mean 0 and standard deviation 1 over the whole batch."""
     kl: RewardKl | None = None
-    """KL penalty in the reward of each token. If not set, there is no such penalty."""
+    """KL penalty that is subtracted from the reward of each token. If not set, there is no such penalty."""
     critic: CriticConfig = CriticConfig()
     """Value model (critic). Its predictions are the baseline from which the advantages are computed."""
 
@@ -359,7 +360,8 @@ class Capo(Algorithm):
 
 
 class DistillationOnly(Algorithm):
-    """Training on the teacher's log-probs alone. Rewards are measured but do not contribute to advantages."""
+    """Training only on the log-probs of a teacher (on-policy distillation). Rewards are measured, but advantages do not
+    depend on rewards."""
 
     implementation = "models.algorithms.advantages:rewards_earn_nothing"
     equal_rewards_teach = True
@@ -380,7 +382,8 @@ class DistillationOnly(Algorithm):
 
 
 class TargetAlgorithm(Target):
-    """User-defined algorithm: a subclass of `models.config.algorithms.Algorithm` (see "Extending")."""
+    """User-defined algorithm: a subclass of `models.config.algorithms.Algorithm` (see "Extending" in the
+    documentation)."""
 
 
 AlgorithmConfig = Annotated[

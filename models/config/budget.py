@@ -15,7 +15,7 @@ class JudgePrices(Settings):
     """Prices for the use of a judge behind an endpoint."""
 
     per_thousand_calls: Price = 0
-    """Price of 1,000 answers."""
+    """Price of 1,000 answers of the judge."""
     per_million_tokens_read: Price = 0
     """Price of 1,000,000 prompt tokens, if the endpoint reports them (`usage.prompt_tokens`)."""
     per_million_tokens_written: Price = 0
@@ -32,7 +32,7 @@ class Prices(Settings):
     """Prices of workers, GPUs and judges. All prices are in the same currency, which you choose."""
 
     per_worker_hour: Price = 0
-    """Price of reserving one worker for an hour."""
+    """Price of reserving one worker for an hour, whether it is busy or idle."""
     per_gpu_hour: Price = 0
     """Price of reserving one GPU for an hour. The price of the worker that uses the GPU is added."""
     judges: dict[str, JudgePrices] = {}

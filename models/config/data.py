@@ -111,7 +111,8 @@ class GeneratedData(DataSource):
 
 
 class ArithmeticData(GeneratedData):
-    """Word problems generated from templates and a seed, with answers that a program checks."""
+    """Word problems with additions and subtractions, generated from templates and a seed. Their answers are numbers
+    that a program can check."""
 
     implementation = "models.data.arithmetic:arithmetic_problems"
     makes_pairs = True
@@ -208,11 +209,12 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     """Column with the reference answer. Set "" to read no answers, which is possible if no reward needs them."""
     answer_columns: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
     """Columns that form the reference answer together and replace `answer_column`. The answer is then a JSON object
-    with the values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
+    with the values of these columns. Use it for rewards such as `ifeval`, whose instructions are in two columns."""
     rubric_column: Annotated[str | None, Since("0.2.0", before=None)] = None
-    """Column with the problem's rubric, for judges with `verdict.kind` "rubric". It contains a list of objects, or JSON
-    text of such a list. Each object has the keys `criterion`, `description`, `text` or `title`, and `weight` or
-    `points`. Environments receive it as `rubric`. Rows that differ only in their rubrics are different problems."""
+    """Column with the problem's rubric, for judges with `verdict.kind` "rubric": a list of objects, or JSON text of
+    such a list. Each object has the text of a criterion in `criterion`, `description`, `text` or `title`, and its
+    weight in `weight` or `points`. Environments receive the rubric as `rubric`. Rows that differ only in their rubrics
+    are different problems."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ only in
     these columns are different problems."""
@@ -377,7 +379,8 @@ class DeduplicatedData(DataSource):
 
 
 class TargetData(Target):
-    """User-defined source: a subclass of `models.config.data.DataSource` (see "Extending")."""
+    """User-defined source of problems: a subclass of `models.config.data.DataSource` (see "Extending" in the
+    documentation)."""
 
 
 DataConfig = Annotated[

@@ -59,7 +59,7 @@ class CpsSampler(Sampler):
     kind: Literal["cps"] = "cps"
     noise: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Scale of the noise that each step adds, a in the paper. The share sin(aπ/2) of the noise in the next state is
-    newly sampled; the rest is the noise that the model predicts."""
+    newly sampled. The other noise is the one that the model predicts."""
     weighting: Literal["exact", "published"] = "exact"
     """Scaling of a step's log-prob: "exact" divides the squared error by 2s², with s the standard deviation of the
     step's noise. "published" omits this factor, as the paper's code does, which gives noisy steps more weight."""

@@ -43,7 +43,7 @@ GIB: Final = 2**30
 
 # ---- rollout
 class SamplingConfig(Settings):
-    """Settings for sampling completions."""
+    """Settings for sampling text from a language model."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     """Softmax temperature; 0 is greedy decoding. The log-probs recorded for training include the temperature but no
@@ -91,7 +91,7 @@ class EngineSettings(Variant):
         yield from ()
 
     def check_environment(self, name: str, *, gpus: float) -> None:
-        """Raise BadInput if the engine needs a Python environment of its own and this is not installed correctly."""
+        """Raise BadInput if the engine needs a separate Python environment and this is not installed correctly."""
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of weights and KV cache per worker. Raises BadInput if the engine cannot serve the model.
@@ -186,7 +186,7 @@ class VllmEngine(EngineSettings):
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None
-    """Python with vLLM. The default is the environment that `rheostat engine install vllm` created."""
+    """Python interpreter with vLLM. The default is the one that `rheostat engine install vllm` installed."""
     base_urls: tuple[ServerAddress, ...] = ()
     """URLs of running servers, started by `rheostat engine serve vllm`, such as `http://127.0.0.1:8000`. If empty, each
     worker starts its own server. The servers must be able to read the run's files under the same paths."""
@@ -303,7 +303,7 @@ class VllmEngine(EngineSettings):
             )
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Estimate the bytes of the weights, and of the KV cache if its size is known. Raises BadInput if vLLM cannot
+        """Estimate the bytes of the weights and, if its size is known, of the KV cache. Raises BadInput if vLLM cannot
         serve the model."""
         length = self.max_model_len or shape.context
         if length < longest:
@@ -393,7 +393,8 @@ class DiffusersEngine(EngineSettings):
 
 
 class TargetEngine(Target):
-    """User-defined engine: a subclass of `models.config.engines.EngineSettings` (see "Extending")."""
+    """User-defined engine: a subclass of `models.config.engines.EngineSettings` (see "Extending" in the
+    documentation)."""
 
 
 EngineConfig = Annotated[EngineSettings, OneOf((TransformersEngine, VllmEngine, DiffusersEngine, TargetEngine))]

@@ -61,8 +61,8 @@ class EpisodeSettings(Variant, ABC):
     template would render them differently. `per_turn` renders the whole chat again before each turn and trains each
     turn with its own prompt."""
     prompts: Literal["chat", "text"] = "chat"
-    """Format of prompts: "chat" lets the tokenizer's chat template format prompts and observations, "text" appends
-    observations to plain text unchanged."""
+    """Format of prompts and observations (replies of the environment): "chat" formats them by the tokenizer's chat
+    template, "text" appends observations to plain text unchanged."""
 
     @property
     @abstractmethod
@@ -132,7 +132,7 @@ class EnvironmentSettings(EpisodeSettings, ABC):
     """Time limit in seconds for the environment's reply to a turn. If it is exceeded, the episode has failed and its
     reward is missing."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Number of environment processes in each worker, and so the number of episodes that are replied to at the same
+    """Number of environment processes in each worker, and so the number of episodes that receive replies at the same
     time."""
 
     @property
@@ -148,7 +148,7 @@ class EnvironmentSettings(EpisodeSettings, ABC):
 
 
 class UsersEnvironment(EnvironmentSettings, ABC):
-    """Fields common to environments that run user code."""
+    """Fields common to environments that run code of the user."""
 
     sandbox: Literal["none", "bubblewrap"] = "none"
     """Isolation of the environment: "bubblewrap" runs its processes in a sandbox without network access, without write
@@ -168,7 +168,7 @@ class TargetEnvironment(UsersEnvironment):
     target: ImportString
     """Environment class, as `pkg.mod:Class`. One instance is created for each episode."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments passed to the class."""
+    """Keyword arguments with which the class is called."""
 
     @property
     def run(self) -> RunEnvironment:
@@ -235,8 +235,8 @@ class SearchEnvironment(FileRules, EnvironmentSettings):
     passages: Annotated[int, Field(ge=1, le=100)] = 3
     """Number of passages returned for a query, sorted by decreasing similarity."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of episodes that are replied to at the same time. All of them use the same retriever in the process of the
-    rollout worker."""
+    """Number of episodes that receive replies at the same time. All of them use the same retriever in the process of
+    the rollout worker."""
 
     @property
     def run(self) -> RunEnvironment:
@@ -260,7 +260,8 @@ class McpEnvironment(EnvironmentSettings):
     """Address of an MCP server on streamable HTTP, which must be https unless the server is on this machine. Set either
     this or `command`."""
     variables: tuple[str, ...] = ()
-    """Names of environment variables that are passed to `command`, in addition to `PATH`, `HOME` and similar ones."""
+    """Names of the environment variables that the local server started by `command` receives, in addition to `PATH`,
+    `HOME` and similar ones."""
     header_variables: dict[str, str] = {}
     """HTTP headers sent to `url`, each with the name of the environment variable that contains the header's value, such
     as `Bearer …`."""

@@ -47,5 +47,5 @@ class ImageFileSettings(Settings):
 
     @property
     def pixels(self) -> PixelLimits:
-        """Minimum and maximum image size as configured."""
+        """Minimum and maximum image size in pixels, as configured."""
         return PixelLimits(self.min_pixels, self.max_pixels)

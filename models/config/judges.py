@@ -41,7 +41,8 @@ class JudgeModel(ContinuingModel, ServedModel):
     """Fields common to all judge models (language models that rate completions)."""
 
     uses_chat_template: ClassVar[bool] = True
-    """Whether the judge's prompt is formatted as a chat if the model has a chat template."""
+    """Whether the judge's prompt is formatted as a chat, if the model has a chat template. If false, it is always plain
+    text."""
 
 
 class DirectoryJudge(AppendedTokens, JudgeModel):
@@ -75,8 +76,9 @@ class TrainedJudge(JudgeModel):
 
     kind: Literal["trained"] = "trained"
     shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
-    """Model with which the training starts: a decoder with random weights, `scratch_vision` for a judge that is shown
-    images, or `policy` for a copy of the policy after its warm-up and preference training."""
+    """Model with which the judge's training starts: a decoder with random weights (`scratch`), a vision-language model
+    with random weights for a judge that is shown images (`scratch_vision`), or a copy of the policy after its warm-up
+    and preference training (`policy`)."""
     warmup: WarmupConfig = WarmupConfig()
     """Settings for the supervised training of the judge."""
     engine: EngineConfig = TransformersEngine()
@@ -138,8 +140,8 @@ class JudgeReward(RewardTerm):
     escaped and enclosed in tags. "text" is the prompt as rendered by the policy's chat template. No effect on
     plain-text prompts."""
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
-    """Images shown to the judge: none with "none", or the images of the prompt with "prompt", in order and before the
-    text. For a text-to-image policy, "prompt" shows the generated picture."""
+    """Images shown to the judge: none with "none". With "prompt", the images of the prompt, in order and before the
+    text, or the generated picture of a text-to-image policy."""
     image_test_question: Annotated[
         str,
         Since("0.1.0", before="What colour is the square in the image? Answer with one word."),
@@ -158,7 +160,7 @@ class JudgeReward(RewardTerm):
     """Sampling settings for the judge's answers."""
     retries: Annotated[int, Field(ge=0, le=8)] = 1
     """Maximum number of times that an answer is requested again because it does not contain exactly one valid verdict.
-    If all attempts fail, the vote is invalid; it does not count as 0."""
+    If all attempts fail, the vote counts as invalid, not as 0."""
     max_invalid: Fraction = 0.05
     """Maximum share of invalid answers in an iteration. For verdicts of kind `steps`, maximum share of completions
     without any valid answer. If it is exceeded, the iteration fails."""
@@ -287,15 +289,16 @@ class ModelReward(RewardTerm):
     """Input text of the reward model, with `{prompt}` and `{completion}`. The default is the model's chat template, or,
     if it has none, the prompt followed by the completion."""
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
-    """Form in which the reward model's chat template receives the prompt of a chat: "messages" passes the messages of
-    the prompt, followed by the completion as the assistant's message. "text" passes the prompt, as rendered by the
-    policy's template, as one user message. With "messages", control tokens in prompts and completions are ordinary
-    text, also if `template` is set; those that `template` itself contains are control tokens. With "text", control
-    tokens in prompts become control tokens, and a completion that contains a special token gets no score."""
+    """Form in which the reward model's chat template receives the prompt, if the prompt is a chat. "messages" passes
+    the messages of the prompt, followed by the completion as a message of the assistant. "text" passes the prompt as
+    one user message, as rendered by the policy's chat template. With "messages", control tokens in prompts and
+    completions are encoded as ordinary text, also if `template` is set; control tokens of `template` itself stay
+    control tokens. With "text", control tokens in prompts stay control tokens, and a completion that contains a special
+    token gets no score."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384
-    """Maximum number of tokens, with padding, in one forward pass."""
+    """Maximum number of tokens, including padding, in one forward pass."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of worker slots that one replica of the reward model occupies."""
 

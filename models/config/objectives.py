@@ -25,11 +25,12 @@ CHUNK_SHARE: Final = 1 / 32
 """Share of a GPU's memory for one chunk of logits and the tensors computed from it. Smaller chunks need less memory,
 but each adds its part to the gradient of the output layer separately."""
 HEAD_COPIES: Final = 3
-"""Number of float32 tensors of a chunk's size that exist at once: the logits, their log-softmax and the gradient."""
+"""Number of float32 tensors of a chunk's size that exist at the same time: logits, log-softmax, and gradient."""
 
 
 def chunk_elements_of(memory: float | None) -> int:
-    """Return the maximum logits per chunk (a power of two) for a GPU with `memory` bytes. None stands for a CPU."""
+    """Return the maximum logits per chunk (a power of two) for a GPU with `memory` bytes, or for a CPU if it is
+    None."""
     if memory is None:
         return CHUNK_ELEMENTS
     return 1 << int(memory * CHUNK_SHARE / (4 * HEAD_COPIES)).bit_length() - 1
@@ -161,7 +162,7 @@ class PolicyGradient(PolicyLoss):
 
 
 class TargetLoss(Target):
-    """User-defined loss: a subclass of `models.config.objectives.PolicyLoss` (see "Extending")."""
+    """User-defined loss: a subclass of `models.config.objectives.PolicyLoss` (see "Extending" in the documentation)."""
 
 
 LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
@@ -180,7 +181,7 @@ class AdaptiveKl(Settings):
 
 
 class NoKl(Settings):
-    """No KL penalty and no reference model."""
+    """No KL penalty in the loss, so no reference model is needed for it."""
 
     kind: Literal["none"] = "none"
 
@@ -259,13 +260,13 @@ class UpdateConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the whole run, after the warm-up steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of optimizer steps at the start of the run over which the learning rate rises linearly from 0."""
+    """Number of optimizer steps at the start of the run over which the learning rate rises linearly."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay, as in AdamW."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay rate of AdamW's first moment."""
+    """Decay rate of AdamW's first moment (mean of the gradients)."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Decay rate of AdamW's second moment."""
+    """Decay rate of AdamW's second moment (mean of the squared gradients)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm."""
     minibatches: Positive = 4
@@ -277,7 +278,7 @@ class UpdateConfig(Settings):
     """Maximum tokens (with padding) and image patches of a micro-batch on one rank. Gradients are accumulated over the
     micro-batches of an optimizer step."""
     state_every: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Interval, in iterations, at which the optimizer state is stored. Resuming repeats the updates since then."""
+    """Iterations between two stored optimizer states. Resuming repeats the updates since the last stored one."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage. A run can be resumed with another stage if you accept the change (`--accept-change`)."""
     sequence_parallel: Annotated[Positive, Since("0.1.0", before=1)] = 1
@@ -298,12 +299,12 @@ class UpdateConfig(Settings):
     requires it. Flash kernels need bfloat16, GPUs and a separate package (`flash-attn`, `flash-attn-3`). A reference
     model in float32 keeps its default."""
     lora: LoraConfig | None = None
-    """LoRA adapters to train. If not set, all weights are trained."""
+    """Settings of LoRA adapters, which are trained instead of the weights. If not set, all weights are trained."""
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Since("0.1.0", before=())] = ()
     """Parts of a vision-language policy that are not trained: the vision tower, the projector (which maps its outputs
     to the decoder), or the decoder ("language"). Supervised warm-up trains all parts nevertheless."""
     loss: LossConfig = PpoClip()
-    """Policy loss."""
+    """Policy loss, computed from log-probs and advantages."""
     router_loss: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4 to 6): the mean over
     layers, computed on the trained tokens of a whole optimizer step. It costs one more forward pass to count the chosen
@@ -395,5 +396,5 @@ class UpdateConfig(Settings):
 
     @property
     def kl_penalty(self) -> KlPenalty | None:
-        """KL penalty in the loss, or None if there is none."""
+        """KL penalty in the loss, or None if `kl` configures none."""
         return self.kl if isinstance(self.kl, KlPenalty) else None

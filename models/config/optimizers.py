@@ -53,7 +53,7 @@ class Optimizer(Variant):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+    """Adam optimizer with decoupled weight decay (arXiv 1711.05101)."""
 
     implementation = "models.training.optimizers:adamw"
 

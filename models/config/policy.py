@@ -260,7 +260,7 @@ class ScratchDiffusionPolicy(PolicySource):
 
     @property
     def picture_side(self) -> int:
-        """Height and width in pixels of the generated pictures before they are enlarged."""
+        """Height and width in pixels of the generated pictures, before stored copies are enlarged."""
         return self.side
 
     @model_validator(mode="after")
@@ -358,7 +358,7 @@ class ModelOutline:
     get LoRA adapters."""
 
     kind: str
-    """Name of the model's class in transformers."""
+    """Name of the model's class in transformers, such as `LlamaForCausalLM`."""
     parameters: int
     layers: Mapping[str, int]
     """Input size plus output size of each linear layer that can have a LoRA adapter, by layer name."""

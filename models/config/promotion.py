@@ -38,7 +38,7 @@ class SuiteConfig(HeldoutConfig):
     name: SuiteName
     """Name of the suite, by which `primary`, `guards` and `floors` refer to it."""
     data: DataConfig = ArithmeticData()
-    """Source of the suite's held-out problems."""
+    """Data source from which the suite's held-out problems are taken."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
     """Rewards that score the completions. Rules use the first reward unless they name another one in `term`."""
     max_new_tokens: Positive | None = None
@@ -56,7 +56,7 @@ class SuiteRule(Settings):
     """Fields common to all rules of the promotion gate that use a suite of held-out problems."""
 
     suite: SuiteName = HELDOUT
-    """Name of the suite to which the rule applies."""
+    """Name of the suite to which the rule applies. "heldout" is the suite of the run's own held-out problems."""
     term: str | None = None
     """Name of the suite's reward that the rule uses, such as a reward of weight 0 that checks the format of the
     completion. The default is the first reward."""
@@ -162,7 +162,7 @@ class PromotionConfig(Settings):
     """Conditions under which `rheostat retrain` replaces the champion with a retrained policy (the gate)."""
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """Name of the registry that contains the promoted versions, stored below `registry/` in the store."""
+    """Name of the registry in which the promoted policies are recorded. It is stored below `registry/` in the store."""
     primary: Annotated[tuple[Primary, ...], Field(min_length=1)] = (Primary(),)
     """Suites on which the challenger must be better than the champion: one table, or a list of tables. If there are
     several, their significance levels are corrected by Holm's method."""
@@ -182,7 +182,7 @@ class PromotionConfig(Settings):
     max_contaminated: Fraction = 0.0
     """Maximum share of a suite's problems that may also occur among the training problems, literally or nearly."""
     problems: Literal["new", "all"] = "new"
-    """Training problems of a retrain: "new" uses only problems on which no earlier champion was trained, "all" uses all
+    """Training problems of a retrain: "new" uses only problems on which no champion so far was trained, "all" uses all
     problems."""
     approve: Literal["automatic", "manual"] = "automatic"
     """Approval of a challenger that passes all rules. With `automatic` it becomes the champion at once. With `manual`
@@ -191,7 +191,7 @@ class PromotionConfig(Settings):
     """Number of days for which the form of `approve = "manual"` waits for an answer. After that the flow run fails, but
     `rheostat promote` can still approve the proposal."""
     keep: Positive = 5
-    """Number of newest promoted policies whose files are kept, in addition to the champion."""
+    """Number of newest promoted policies whose files are kept. The files of the champion are kept in any case."""
     card: CardConfig = CardConfig()
     """Additional facts for the model card of a promoted policy."""
 

@@ -47,7 +47,7 @@ class PairFile(HubDatasetChoice, FileRules, PairSource):
     heldout_path: DataLocation | None = None
     """File of pairs for the evaluation. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     query_column: str = "query"
-    """Column with the query."""
+    """Column with the query of a pair."""
     passage_column: str = "passage"
     """Column with the passage that answers the query."""
     negatives_column: str | None = None
@@ -102,9 +102,10 @@ class RetrieverConfig(Settings):
     """Share of pairs kept for the evaluation if `pairs.heldout_path` is not set. A hash of the passage selects the
     pairs."""
     method: Literal["checked", "dual", "self-distillation", "cascade"] = "checked"
-    """Terms of the loss: `dual` trains the dual encoder alone. `self-distillation` adds a teacher that compares texts
+    """Training method. `dual` trains the dual encoder alone. `self-distillation` adds a teacher that compares texts
     token by token (late interaction). `cascade` adds a cross-encoder as a second teacher. `checked` uses the
-    cross-encoder only if its held-out MRR is higher than that of the dual encoder."""
+    cross-encoder as a teacher only if its held-out MRR (mean reciprocal rank) is higher than that of the dual
+    encoder."""
     max_tokens: Annotated[int, Field(ge=8)] = 64
     """Maximum length of a query or passage in tokens. Longer texts are truncated. The cross-encoder reads a query and a
     passage together, with up to twice this length."""

@@ -40,7 +40,7 @@ class RewardTerm(Variant):
 
     @property
     def scores_parts(self) -> bool:
-        """Whether this reward scores steps, tokens or turns instead of whole completions."""
+        """Whether this reward scores steps, tokens or turns separately instead of whole completions."""
         return self.granularity != "completion"
 
     @property
@@ -50,7 +50,7 @@ class RewardTerm(Variant):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values."""
+        """Whether the score can have more than two different values, unlike a score that is only 0 or 1."""
         return False
 
     @property
@@ -212,7 +212,7 @@ class SimilarityReward(BuiltInReward):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: always true."""
+        """Whether the score can have more than two different values. This is always true for a similarity."""
         return True
 
 
@@ -228,7 +228,7 @@ class PaintingReward(BuiltInReward):
 
     @property
     def uses_images(self) -> bool:
-        """Whether this reward may use images: always true."""
+        """Whether this reward reads images: always true."""
         return True
 
 
@@ -260,12 +260,12 @@ class ClipReward(BuiltInReward):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: always true."""
+        """Whether the score can have more than two different values. This is always true."""
         return True
 
     @property
     def uses_images(self) -> bool:
-        """Whether this reward may use images: always true."""
+        """Whether this reward reads images: always true."""
         return True
 
     @model_validator(mode="after")
@@ -344,7 +344,7 @@ class CodeReward(RewardTerm):
 
     kind: Literal["code"] = "code"
     value: Literal["all", "share"] = "all"
-    """Score: "all" is 1 if all tests pass, else 0. "share" is the share of tests that pass."""
+    """Score of a completion: "all" is 1 if all tests pass, else 0. "share" is the share of tests that pass."""
     python: Program | None = None
     """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
     that runs Rheostat."""

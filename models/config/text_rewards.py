@@ -14,10 +14,8 @@ class ReferenceReward(BuiltInReward):
     checks_references = True
 
     reference_separator: str | None = None
-    """Text between alternative references in a reference answer, such as `"
-
-    | "`. The alternative with the highest score counts. If not set, the whole answer is one reference.
-    """
+    """Text between alternative references in a reference answer, such as `" ||| "`. The alternative with the highest
+    score counts. If not set, the whole answer is one reference."""
 
 
 class GradedReferenceReward(ReferenceReward):
@@ -25,7 +23,8 @@ class GradedReferenceReward(ReferenceReward):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: always true."""
+        """Whether the score can have more than two different values: always true, because it can be any value from 0 to
+        1."""
         return True
 
 
@@ -103,8 +102,8 @@ class JsonSchemaReward(BuiltInReward):
 
 
 class LengthReward(BuiltInReward):
-    """Reward of 1 if the length of the completion is within the limits. Outside of the limits the reward falls linearly
-    to 0."""
+    """Reward of 1 if the length of the completion is within the limits. Beyond the limits the reward falls linearly,
+    and is 0 at a distance of `margin`."""
 
     implementation = "models.rewards.formats:length_reward"
     example = '{ kind = "length", max_length = 200, margin = 100 }'
@@ -113,12 +112,12 @@ class LengthReward(BuiltInReward):
     unit: Literal["words", "characters", "lines"] = "words"
     """Unit in which the length is counted. Words are separated by white space. Lines without text are not counted."""
     min_length: Annotated[int, Field(ge=0)] = 0
-    """Minimum length, in the configured unit."""
+    """Minimum length of a completion that gets the full reward, counted in `unit`."""
     max_length: Annotated[int, Field(ge=1)] | None = None
-    """Maximum length, in the configured unit. If not set, there is no maximum."""
+    """Maximum length of a completion that gets the full reward, counted in `unit`. If not set, there is no maximum."""
     margin: Annotated[int, Field(ge=0)] = 0
-    """Distance from the limits, in the configured unit, at which the reward reaches 0. With 0, every length outside of
-    the limits gets 0."""
+    """Distance from the limits at which the reward reaches 0, counted in `unit`. With 0, every length beyond the limits
+    gets 0."""
 
     @property
     def is_graded(self) -> bool:
@@ -153,7 +152,7 @@ class RepetitionReward(BuiltInReward):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score can have more than two different values: always true."""
+        """Whether the score can have more than two different values. This is always true for a share."""
         return True
 
 
@@ -172,7 +171,7 @@ class LanguageReward(BuiltInReward):
 
 
 class IfevalReward(BuiltInReward):
-    """Share of the verifiable instructions that the completion follows, such as a number of words or no commas (IFEval,
+    """Share of the instructions that the completion follows, such as a minimum number of words or no commas (IFEval,
     arXiv 2311.07911). The reference answer lists the instructions of the problem.
 
     Reference answers have the form of google/IFEval or of allenai/RLVR-IFeval, as JSON. For the first form set

@@ -38,7 +38,7 @@ class ChoiceVerdict(Settings):
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
-    """Possible answers of the judge, each with the reward that it stands for."""
+    """Possible answers of the judge, each with the reward that it gives."""
     constrained: bool = True
     """Whether the judge's engine is restricted to generating one of these answers. Engines that cannot be restricted
     are refused."""

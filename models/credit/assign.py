@@ -205,7 +205,7 @@ def _std(name: str, values_N: Floats) -> dict[str, float]:
 ROLLOUT_COLUMNS = (
     "prompt_row", "sample", *ROLLOUT_INPUT, "logprobs", "finish_reason", "turns",
 )  # fmt: skip
-"""Columns of the rollout shards that credit reads."""
+"""Columns of the rollout shards that the credit computation reads."""
 
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
 """Reason for excluding a completion from training: the log-probs in its rollout are not finite."""
@@ -229,9 +229,9 @@ class CreditRule:
     policy_version: int = 0
     """Version of the policy that will be trained on the samples."""
     max_new_tokens: int = 0
-    """Maximum length of completions in tokens."""
+    """Maximum length of completions in tokens, from which the length penalty is computed."""
     kl_coefficient: float = 0.0
-    """Current coefficient of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward, in the current iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class Credit:
     samples: pa.Table
     """Table of training samples, with an advantage for each completion token."""
     metrics: dict[str, float]
-    """Metrics of the completions, rewards and samples."""
+    """Metrics of the completions, rewards and training samples, by name."""
     errors: Counter[str]
     """Number of completions that are not trained on, by reason."""
     surplus: tuple[tuple[int, ...], ...] = ()
@@ -345,7 +345,7 @@ class _Chosen:
 
     informative_G: Mask
     kept_N: Mask
-    """Completions that become training samples."""
+    """Completions that become training samples, with or without weight in the loss."""
     filling_N: Mask
     """Kept completions of groups without a training signal. They only complete a minibatch and have no weight in the
     loss."""

@@ -25,7 +25,7 @@ class TermColumns:
     name: str
     """Name of the reward term."""
     weight: float = 1.0
-    """Weight of the term in the total reward."""
+    """Weight by which the term is multiplied in the total reward."""
     is_process: bool = False
     """Whether the term is a process reward, which scores steps, tokens or turns instead of whole completions."""
     shift: float = 0.0

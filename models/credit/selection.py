@@ -47,7 +47,7 @@ class Selection:
     informative_G: Mask
     """Groups with unequal rewards, which give a training signal."""
     trained_G: Mask
-    """Groups on which the iteration trains with weight in the loss."""
+    """Informative groups on which the iteration trains, with weight in the loss."""
     filling_G: Mask
     """Uninformative groups that only complete a minibatch, without weight in the loss."""
     surplus_G: Mask
@@ -58,7 +58,8 @@ class Selection:
     """Number of informative groups by which the target is missed, or 0 if the target is reached."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of all, informative, trained, filling, surplus and missing groups as metrics."""
+        """Return, as metrics, the number of all groups and of the informative, trained, filling (to complete a
+        minibatch), surplus and missing groups."""
         return {
             "issued_groups": float(len(self.first_G)),
             "informative_groups": float(self.informative_G.sum()),

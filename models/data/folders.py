@@ -9,7 +9,7 @@ from typing import Final
 from infra.errors import BadInput
 
 SPLITS_FILE: Final = "dataset_dict.json"
-"""File in which `DatasetDict.save_to_disk` lists the splits, each of which is a folder."""
+"""File in which `DatasetDict.save_to_disk` lists the splits. Each split is a folder."""
 STATE_FILE: Final = "state.json"
 """File in which `Dataset.save_to_disk` lists the data files in the order of the rows."""
 OTHER_FILES: Final = (SPLITS_FILE, STATE_FILE, "dataset_info.json", "dataset_infos.json")

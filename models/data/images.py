@@ -41,7 +41,7 @@ MAX_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
 """Maximum number of pixels of an image (Pillow's limit). A small file that decodes to more pixels may be an attempt to
 exhaust the memory."""
 SHARD_BYTES: Final = 2**26
-"""Maximum total size of the images in a media shard, in bytes. A larger image gets a separate shard."""
+"""Maximum total size in bytes of the images in a media shard. A larger image gets a shard for itself."""
 THUMBNAIL_BYTES: Final = 4096
 """Maximum size of a thumbnail in bytes."""
 MAX_ASPECT_RATIO: Final = 200
@@ -84,7 +84,7 @@ class ImageHeader:
     """Information about an encoded image that is known without decoding its pixels."""
 
     digest: str
-    """BLAKE3 digest of the encoded bytes."""
+    """BLAKE3 digest of the encoded bytes, by which shards refer to the image."""
     format: str
     """File format as named by Pillow, such as PNG."""
     size: ImageSize
@@ -270,7 +270,7 @@ def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
 
 
 def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
-    """Build the table of a media shard from its rows."""
+    """Build the table of a media shard from its rows, one for each image."""
     return pa.table([list(column) for column in zip(*rows, strict=True)], schema=MEDIA_SCHEMA)
 
 

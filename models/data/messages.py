@@ -22,7 +22,7 @@ _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning",
 FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)
 """Fields that a message of a chat can have. These are the fields that published chat templates use."""
 _THOUGHTS: Final = ("tool_calls", "reasoning_content", "reasoning", "thinking", "tool_plan")
-"""Fields of a message of the assistant, each of which makes a message without content valid."""
+"""Fields that make a message of the assistant valid although it has no content."""
 _OPTIONAL_CONTENT: Final = ("system", "developer", "tool")
 """Roles whose messages may have an empty content. An empty system message keeps a template from inserting its default
 one."""
@@ -170,7 +170,7 @@ def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
 
 
 def _read_call(place: str, value: object, column: str) -> JsonValue:
-    """Return one tool call, given as `{type, function: {name, arguments}}` or only as the inner object."""
+    """Return one tool call of a message, given as `{type, function: {name, arguments}}` or only as the inner object."""
     call = _parse_json(place, value, column)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not function.get("name"):
@@ -199,8 +199,8 @@ def _read_call(place: str, value: object, column: str) -> JsonValue:
 
 
 def _parse_json(place: str, value: object, column: str) -> object:
-    """Return the decoded value if `value` is JSON text. Other values are returned unchanged. Raises BadInput for
-    invalid JSON."""
+    """Return the decoded value if `value` is JSON text, else `value` unchanged. Raises BadInput, which names `place`
+    and `column`, for invalid JSON."""
     if not isinstance(value, str):
         return value
     try:

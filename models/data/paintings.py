@@ -23,7 +23,7 @@ COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80,
 GROUND: Final = (20, 20, 20)
 SHAPES: Final = ("square", "circle")
 PLACES: Final = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
-"""Center of the shape at each place, as fractions of the picture's width from the left and of its height from the
+"""Center of the shape for each place, as fractions: of the picture's width from the left, of its height from the
 top."""
 WORDINGS: Final = {"train": "{colour} {shape} {place}", "heldout": "{place} {colour} {shape}"}
 """Template of the prompts of each split. The splits use the same words but have no prompt in common."""

@@ -287,7 +287,7 @@ def encode_columns(columns: Mapping[str, JsonValue]) -> str:
 
 
 def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
-    """Raise BadInput if the value of a column cannot be represented in JSON."""
+    """Raise BadInput, which names the row as `source`, if the value of a column cannot be represented in JSON."""
     for name, value in columns.items():
         try:
             encode_columns({name: value}).encode()
@@ -342,7 +342,7 @@ def add_system_message(prompt: Prompt, text: str) -> Prompt:
 
 
 HELDOUT_SHARE: Final = 0.1
-"""Share of generated problems that are held out."""
+"""Share of the generated problems that are held out for evaluation."""
 MAX_FRUITLESS_DRAWS: Final = 5000
 """Number of samples in a row without a new problem after which sampling stops. One sample in ten is held out."""
 

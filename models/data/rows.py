@@ -46,8 +46,7 @@ MAX_LINE_MEBIBYTES: Final = 256
 MAX_ARRAY_MEBIBYTES: Final = 2048
 """Maximum size of a JSON array in MiB, after decompression. An array is loaded into memory as a whole."""
 MISSING_IN_CSV: Final = frozenset(("nan", "NaN", "-nan", "-NaN", "<NA>", "NaT", "#N/A", "inf", "-inf"))
-"""Texts in CSV and TSV files that stand for missing values or infinite numbers, as written by data frames and
-spreadsheets."""
+"""Texts that data frames and spreadsheets write to CSV and TSV files for missing values and infinite numbers."""
 READ_BYTES: Final = 2**20
 """Number of bytes of a file that are read at a time, which limits memory."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow", ".feather")
@@ -166,8 +165,8 @@ def peek_rows(path: Path) -> tuple[list[str], list[Mapping[str, object]]]:
 
 
 def _check_present(place: str, values: Mapping[str, object]) -> None:
-    """Raise BadInput, which names the row as `place`, if a value of a CSV file is a text that stands for a missing
-    value."""
+    """Raise BadInput, which names the row as `place`, if a value of a CSV file is a text that data frames write for a
+    missing value."""
     for column, value in values.items():
         if isinstance(value, str) and value.strip() in MISSING_IN_CSV:
             kind = BadInput if value.strip().lstrip("-") == "inf" else EmptyRow

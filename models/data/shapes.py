@@ -10,7 +10,7 @@ from models.data.sharegpt import is_sharegpt_turn
 ShapeKind = Literal["prompts", "chats", "pairs", "ranked", "labels", "unknown"]
 
 CHAT_COLUMNS: Final = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog")
-"""Names under which published data sets store whole chats."""
+"""Names of columns in which published data sets store whole chats, the most common one first."""
 PROMPT_NAMES: Final = ("prompt", "question", "problem", "instruction", "query", "input", "text")
 """Names under which published data sets store prompts, the most common one first."""
 ANSWER_NAMES: Final = (

@@ -96,7 +96,8 @@ def _read_batch(
 
 
 def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
-    """Return the value of one cell. Raises BadInput if a text is not UTF-8 or a key is repeated."""
+    """Return the value of one cell of a table. Raises BadInput, which names the row as `place`, if a text is not UTF-8
+    or a key is repeated."""
     try:
         return value.as_py(maps_as_pydicts=maps)
     except UnicodeDecodeError as error:

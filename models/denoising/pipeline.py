@@ -341,7 +341,7 @@ class FrozenParts:
         return self._latent_decoder
 
     def clear(self) -> None:
-        """Release the loaded parts and their memory."""
+        """Release the loaded components and their memory."""
         self._of = self._prompts = self._latent_decoder = None
 
     def _turn_to(self, directory: Path) -> None:

@@ -221,7 +221,7 @@ class _Measured(NamedTuple):
     """For each layer whose activations gradient checkpointing can recompute, the number of values in `kept` that belong
     to the layer."""
     again: float
-    """Number of values per token that autograd keeps with gradient checkpointing."""
+    """Number of values per token that autograd keeps for the backward pass, with gradient checkpointing."""
     products: float
     """Number of multiply-add operations per token in a forward pass."""
 

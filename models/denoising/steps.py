@@ -135,7 +135,7 @@ class StepInput(NamedTuple):
     steps_N: Tensor
     """Index of each trained denoising step. In supervised training, the noise levels."""
     condition: Condition
-    """Text conditioning, with one row for each state."""
+    """Text conditioning from the prompts, with one row for each state."""
     empty_condition: Condition | None
     """Text conditioning of the empty prompt for classifier-free guidance, or None without guidance."""
     num_trained: int

@@ -44,7 +44,7 @@ class EnvironmentClock:
                     self._since = time.perf_counter()
 
     def _pause(self) -> None:
-        """Stop measuring idle time and add the seconds since it started."""
+        """Stop measuring idle time, and add the seconds since the measurement was started or resumed."""
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
             self._since = None

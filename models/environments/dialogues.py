@@ -42,7 +42,8 @@ class Dialogues:
 
     @property
     def progress(self) -> int:
-        """Counter that grows with every answered turn and every forward pass or request of the model."""
+        """Counter that grows with every answered turn and every forward pass or request of the model, so that a stuck
+        worker can be detected."""
         return self._answered + self._user.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
@@ -91,13 +92,13 @@ class Dialogues:
             return [answers[index] for index in range(len(asked))]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Delete the stored user replies of episodes that are over."""
+        """Delete the stored replies of the simulated user in episodes that are over."""
         with self._turn:
             for name in episodes:
                 self._replies.pop(name, None)
 
     def close(self) -> None:
-        """Close the model's engine."""
+        """Close the engine of the simulated user's model, if the model is loaded in this process."""
         if self._held is not None:
             self._held.close()
 

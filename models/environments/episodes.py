@@ -245,7 +245,7 @@ class Episodes:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """Decode the tokens of a turn without the end token."""
+        """Decode the tokens of a turn to text, without the token that ends the turn."""
         text: str = self.form.tokenizer.decode(
             tokens[:-1] if tokens[-1] in self.form.ends else tokens, skip_special_tokens=False
         )
@@ -291,7 +291,8 @@ class Episodes:
         )
 
     def _shorten_messages(self, step: EnvironmentStep) -> list[Message]:
-        """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
+        """Return the messages of an observation, shortened so that together they have at most `observation_tokens`
+        tokens."""
         max_tokens = max(MIN_OBSERVATION_TOKENS, self.settings.observation_tokens // max(1, len(step.messages)))
         return [Message(each.role, self.form.shorten(each.content, max_tokens), each.name) for each in step.messages]
 
@@ -309,7 +310,8 @@ class Episodes:
         return [self._episode(number, *pair) for number, pair in enumerate(pairs)]
 
     def _episode(self, number: int, group: Group, draft: PartialCompletion) -> _Episode:
-        """Create an episode, with the turns parsed from the draft if it continues from an earlier iteration."""
+        """Create an episode from a completion so far (`draft`). If the completion was interrupted in an earlier
+        iteration, its finished turns are parsed again."""
         budget = group.find_token_budget(self.version, self.partial)
         limit = None if budget is None else draft.num_generated + budget
         is_cut = draft.finish_reason is FinishReason.CUT
@@ -318,5 +320,5 @@ class Episodes:
 
 
 def _append_to_chat(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """Convert messages to the chat format of rollouts."""
+    """Convert an environment's messages to the format in which rollouts store chat messages."""
     return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in messages)

@@ -130,7 +130,7 @@ class McpTools:
         ]
 
     def step(self, turn: Any) -> dict[str, Any] | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py
-        """Answer the calls of a turn, in order, or return None for a turn without a call, which ends the episode.
+        """Answer the tool calls of a turn, in order. Returns None, which ends the episode, for a turn without a call.
 
         Raises ServerFailed if the server fails.
         """
@@ -148,7 +148,8 @@ class McpTools:
         }
 
     def _answer_call(self, call: Any) -> str:  # noqa: ANN401
-        """Call the tool and return the text that the policy reads. Raises ServerFailed if the server fails."""
+        """Call a tool and return its result as the text that the policy reads. Raises ServerFailed if the server
+        fails."""
         try:
             server = self._ensure_connected()
             tool_names = [name for name in server.tools if not self._only or name in self._only]
@@ -165,7 +166,7 @@ class McpTools:
             raise ServerFailed(_remove_secrets(_describe_error(error), self._given)) from None
 
     def _ensure_connected(self) -> ToolServer:
-        """Return the shared connection, opening it if necessary."""
+        """Return the shared connection to the server, and open the connection if necessary."""
         if McpTools._server is None:
             McpTools._server = ToolServer(**self._given)
         return McpTools._server

@@ -159,12 +159,13 @@ class EnvironmentPool:
             place.close()
 
     def close(self) -> None:
-        """Kill all processes."""
+        """Kill all environment processes."""
         for place in self._places:
             place.close()
 
     def _answer_one(self, place: RestartingProcess[EnvironmentProcess], asked: EpisodeRequest) -> TurnAnswer:
-        """Answer the last turn of one episode, restarting the process if it ends during the call.
+        """Answer the last turn of one episode. If the process ends during the call, it is restarted and the call is
+        repeated.
 
         The episode fails if the process ends `ProcessEnded.num_repeats` times for the same cause. Raises WorkerLost if
         the process has ended `MAX_ENDS` times.

@@ -39,7 +39,7 @@ class _Stored:
     begun: Group
     """Group that contains only this episode, without any turns. The replay starts from this group."""
     draft: PartialCompletion
-    """Episode as stored, with all turns and observations."""
+    """Episode as stored in the shard, with all turns and observations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,9 @@ def _find_differences(
 
 
 def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
-    """Yield the environment's first message, then its response to each turn of the episode.
+    """Yield the environment's first message, and then its response to each turn of an episode (`draft`).
 
-    `begun` is the group before the first turn. Its prompt shows where the first message begins.
+    `begun` is the group before the first turn, whose prompt shows where the first message begins.
     """
     opening = draft.input.prompt[begun.drafts[0].input.num_prompt_tokens :]
     before = 0 if draft.turns and draft.turns[0].tokens else len(draft.turns)

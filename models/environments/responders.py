@@ -28,7 +28,7 @@ class Responder(Protocol):
 
     @property
     def progress(self) -> int:
-        """Counter that grows at least once with every answered turn."""
+        """Counter that grows at least once with every answered turn, so that a stuck worker can be detected."""
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `asked` contains the problem and all turns of each episode, and
@@ -58,7 +58,7 @@ class LocalModelResponder(Protocol):
 
 
 class ResponderFactory(Protocol):
-    """Class or function that creates the responder from the settings of an environment."""
+    """Class or function that creates the component that answers turns from the settings of an environment."""
 
     def __call__(self, settings: Any, /) -> Responder:  # noqa: ANN401 -- settings differ by kind
         """Create the responder. Raises BadInput if the environment cannot be used."""

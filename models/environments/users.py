@@ -42,7 +42,8 @@ class SimulatedUser(Protocol):
 
     @property
     def progress(self) -> int:
-        """Counter that grows with every forward pass or request and with every load."""
+        """Counter that grows with every forward pass or request and with every load, so that a stuck worker can be
+        detected."""
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
         """Return the simulated user's reply to the last turn of each transcript. `seeds` are the sampling seeds of the
@@ -68,7 +69,7 @@ class LocalUser:
 
     @property
     def progress(self) -> int:
-        """Counter that grows with every forward pass and every load."""
+        """Counter that grows with every forward pass and every load, so that a stuck worker can be detected."""
         return 0 if self._engine is None else self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
@@ -82,7 +83,7 @@ class LocalUser:
         self._context = context_of(directory)
 
     def sleep(self) -> None:
-        """Release the memory of the weights and the cache."""
+        """Release the GPU memory of the model's weights and of the KV cache."""
         if self._engine is not None:
             self._engine.sleep()
 
@@ -160,7 +161,7 @@ class RemoteUser:
 
     @property
     def progress(self) -> int:
-        """Counter that grows with every attempt at a request."""
+        """Counter that grows with every attempt of a request, so that a stuck worker can be detected."""
         return self._progress
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
@@ -190,12 +191,13 @@ class RemoteUser:
         }
 
     def _on_progress(self) -> None:
-        """Count an attempt at a request as progress, so that the worker is not considered stuck."""
+        """Increase the progress counter after each attempt of a request, so that the worker is not considered stuck."""
         self._progress += 1
 
 
 def _read_reply(data: bytes) -> Reply:
-    """Parse the body of an endpoint's response into a reply."""
+    """Parse the body of an endpoint's response into a reply of the simulated user. An incomplete response becomes a
+    failed reply."""
     answer = read_answer(data, None)
     return Reply("", answer.error) if answer.error is not None else _reply_from_text(answer.text or "", in_chat=True)
 

@@ -155,6 +155,6 @@ def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], 
 
 
 def _sums(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sum of each metric over the verdict shards of an iteration."""
+    """Return the sum of each metric that is checked over the verdict shards of an iteration."""
     names = ("answers", "invalid", "canaries", "canaries_passed", "completions", "unusable")
     return {name: sum(shard.get(name, 0.0) for shard in metrics) for name in names}

@@ -64,7 +64,7 @@ class _Choice(_Read):
 
 
 class _Usage(_Read):
-    """Numbers of tokens that the endpoint reports for a request."""
+    """Numbers of prompt and answer tokens that the endpoint reports for a request."""
 
     prompt_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
@@ -164,7 +164,8 @@ def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> A
 
 
 def invalid_answer(error: str, *, tokens: int = 0) -> Answer:
-    """Return an answer without a verdict, with the reason as `error`."""
+    """Return an answer that contains no verdict, with the reason as `error`. `tokens` is the number of generated
+    tokens."""
     return Answer(text=None, probabilities=None, tokens=tokens, error=error)
 
 

@@ -61,7 +61,7 @@ class LocalJudge:
 
     @property
     def progress(self) -> int:
-        """Counter that grows with every forward pass and every load."""
+        """Counter that grows with every forward pass and every load, so that a stuck worker can be detected."""
         return self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
@@ -87,7 +87,7 @@ class LocalJudge:
         self._engine.close()
 
     def step_sums(self) -> StepSums:
-        """Return the engine's timing sums over all decoding steps so far."""
+        """Return the engine's timing sums over all decoding steps since the start."""
         return self._engine.step_sums()
 
     def show(self, images: ImageSource) -> None:

@@ -60,7 +60,7 @@ def fill_template(
 
 
 def find_fields(template: str) -> set[str]:
-    """Return the names of the fields in a template."""
+    """Return the names of the known fields, such as `prompt`, that a template contains in braces."""
     return set(_FIELD.findall(template))
 
 

@@ -27,7 +27,7 @@ class Question:
     seed: int
     """Seed with which the answer is sampled. Endpoints may ignore it."""
     images: tuple[str, ...] = ()
-    """Digests of the images that precede the text, in order."""
+    """Digests of the images that precede the question's text, in order."""
 
     @property
     def read(self) -> tuple[str, tuple[str, ...]]:
@@ -56,7 +56,8 @@ class Judge(Protocol):
 
     @property
     def progress(self) -> int:
-        """Counter that grows while questions are answered. Another thread may read it."""
+        """Counter that grows while questions are answered, so that a stuck worker can be detected. Another thread may
+        read it."""
 
     def show(self, images: ImageSource) -> None:
         """Set the source from which the images of subsequent questions are read."""

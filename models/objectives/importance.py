@@ -45,7 +45,8 @@ class Mismatch(NamedTuple):
     weight_N: Tensor
     """Probability ratio π_train / π_behavior of each token. The only limit is the clamp of log-ratios at ±20."""
     kl_N: Tensor
-    """Estimate (k3) of the KL divergence KL(behavior ‖ train) at each token."""
+    """Estimate (k3) at each token of the KL divergence between the engine's and the trainer's distribution, KL(behavior
+    ‖ train)."""
 
 
 def mismatch(train_N: Tensor, behavior_N: Tensor) -> Mismatch:

@@ -13,7 +13,7 @@ class LossInputs:
     tokens of the micro-batch, B sequences."""
 
     behavior_N: Tensor
-    """Log-probs under the policy that generated the tokens, as its engine reported them."""
+    """Log-prob of each token under the policy that generated it, as reported by the inference engine."""
     advantages_N: Tensor
     """Advantage of each token."""
     staleness_N: Tensor
@@ -46,7 +46,7 @@ class LossOutputs(NamedTuple):
     """Outputs of a policy loss for each token."""
 
     loss_N: Tensor
-    """Loss of each token."""
+    """Loss of each token, before it is weighted."""
     ratio_N: Tensor
     """Probability ratio π / π_old of each token. If the loss compares whole sequences, the ratio of the token's
     sequence. Has no gradient."""

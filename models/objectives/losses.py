@@ -104,7 +104,8 @@ def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cisp
 
 
 def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyGradient) -> LossOutputs:
-    """Return minus log-prob times advantage (REINFORCE, Williams, 1992). The ratio is computed only for metrics."""
+    """Return minus log-prob times advantage for each token (REINFORCE, Williams, 1992). The probability ratio is
+    computed only for metrics."""
     never_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
     return LossOutputs(
         loss_N=-tokens.advantages_N * logprobs_N,
@@ -199,7 +200,7 @@ class DpoTerms(NamedTuple):
     """Outputs of the DPO loss for each preference pair."""
 
     loss_P: Tensor
-    """Loss of each pair."""
+    """Loss of each preference pair."""
     margins_P: Tensor
     """Implicit reward of the chosen completion minus implicit reward of the rejected completion."""
     right_P: Tensor
@@ -232,9 +233,9 @@ class PairTerms(NamedTuple):
     """Outputs of a reward model's loss for each preference pair."""
 
     loss_P: Tensor
-    """Loss of each pair."""
+    """Loss of each preference pair."""
     margins_P: Tensor
-    """Reward of the chosen completion minus reward of the rejected one."""
+    """Reward of the chosen completion minus reward of the rejected completion."""
     right_P: Tensor
     """Whether the chosen completion has a higher reward than the rejected one."""
 

@@ -54,7 +54,7 @@ instruction."""
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Data and policy of the request, as far as the job depends on them."""
+    """Data and policy of the request, with the chosen columns and the proposed reward."""
 
     columns: Columns
     data: FileData

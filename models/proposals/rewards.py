@@ -48,8 +48,8 @@ Rule = Callable[[Sequence[str]], RewardProposal | None]
 
 
 def propose_reward(answers: Sequence[str], *, judge: str | None, has_rubrics: bool) -> RewardProposal | None:
-    """Return the proposed reward for the reference answers, none of which is blank. `judge` is the directory of a judge
-    model, or None. Returns None if there are neither answers nor a judge."""
+    """Return the proposed reward for the reference answers, which must not be blank. `judge` is the directory of a
+    judge model. Return None if there are neither answers nor a judge."""
     if has_rubrics and judge is not None:
         reason = "every problem has a rubric, whose criteria the judge rates one by one"
         return RewardProposal("judge", {"verdict": {"kind": "rubric"}}, reason=reason)
@@ -169,7 +169,7 @@ def _propose_math(answers: Sequence[str]) -> RewardProposal | None:
 
 
 def _propose_labels(answers: Sequence[str]) -> RewardProposal | None:
-    """Propose an exact match if the answers are labels: few different short answers, each of which occurs often."""
+    """Propose an exact match if the answers are labels: few different short answers that occur often."""
     labels = sorted({answer.strip() for answer in answers})
     if len(labels) > MAX_LABELS or len(answers) < ROWS_PER_LABEL * len(labels):
         return None

@@ -20,7 +20,7 @@ REASONING_TOKENS: Final = 512
 SHORT_REASONING_TOKENS: Final = 128
 """Tokens allowed for reasoning before a short answer, if the policy has no chat template."""
 ROUNDING: Final = 16
-"""Number of tokens to a multiple of which the maximum length of a completion is rounded up."""
+"""Unit of maximum completion lengths in tokens: they are rounded up to a multiple of it."""
 MEMORY_SHARE: Final = 0.6
 """Share of the memory that weights, gradients and optimizer state may use. The rest is for activations and workers."""
 FULL_SHARE: Final = 0.8

@@ -29,33 +29,35 @@ def select_rows(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
 
 
 def concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    """Concatenate tables without their schema metadata. A column that a table lacks is null in its rows."""
+    """Concatenate tables and drop their schema metadata. If a table lacks a column that another table has, the column
+    is null in its rows."""
     return pa.concat_tables([each.replace_schema_metadata(None) for each in tables], promote_options="default")
 
 
 def floats(column: pa.ChunkedArray) -> Floats:
-    """Return a copy of a numeric column as float64, with NaN for null (K)."""
+    """Return the K values of a numeric column as a float64 array, with NaN for null."""
     return np.array(column.to_numpy(), dtype=np.float64)
 
 
 def integers(column: pa.ChunkedArray) -> Integers:
-    """Return a copy of an integer column without nulls as int64 (K)."""
+    """Return the K values of an integer column as an int64 array. The column must not contain nulls."""
     return np.array(column.to_numpy(), dtype=np.int64)
 
 
 def lengths_of(column: pa.ChunkedArray) -> Integers:
-    """Return the length of each row's list, with 0 for null (K)."""
+    """Return the length of the list in each of the K rows, with 0 for null."""
     return integers(pc.fill_null(pc.list_value_length(column), 0))
 
 
 def flat(column: pa.ChunkedArray) -> Numbers:
-    """Return the values of the lists of all rows, one after the other (T)."""
+    """Return the concatenated values of all rows' lists (T)."""
     values: Numbers = pc.list_flatten(column).to_numpy()
     return values
 
 
 def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Number]]:
-    """Return the list of each row as a view without a copy. No list may be null."""
+    """Return the list of each row as an array that shares memory with the column. The lists must have the element type
+    `dtype`, and no list may be null."""
     rows: list[NDArray[Number]] = []
     for array in column.chunks:
         values: NDArray[Number] = array.values.to_numpy()
@@ -65,14 +67,16 @@ def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Num
 
 
 def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
-    """Split flat values into a list column, given the list length of each row. This is the inverse of `flat`."""
+    """Split a flat array into a list column. `lengths_K` is the length of each row's list. This is the inverse of
+    `flat`."""
     offsets = np.concatenate(([0], np.cumsum(lengths_K)))
     assert offsets[-1] < 2**31, f"{offsets[-1]} tokens are too many for the lists of one shard"
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values_T))
 
 
 def empty_rows(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
-    """Return a list column in which the rows marked by `emptied_K` have empty lists. A null column stays unchanged."""
+    """Return a copy of a list column in which the rows marked by `emptied_K` have empty lists. A column that contains
+    only nulls is returned unchanged."""
     if column.null_count == len(column):
         return column
     lengths_K = lengths_of(column)
@@ -81,7 +85,8 @@ def empty_rows(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
 
 
 def concatenate_lists(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:
-    """Concatenate two columns of integer lists row by row."""
+    """Concatenate two columns of integer lists row by row, so that row i contains the left list followed by the right
+    list."""
     lefts_K, rights_K = lengths_of(left), lengths_of(right)
     starts_K = np.cumsum(lefts_K + rights_K) - lefts_K - rights_K
     joined_T = np.empty(lefts_K.sum() + rights_K.sum(), np.int32)

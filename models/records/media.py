@@ -16,11 +16,11 @@ from infra.store.storage import Store
 from models.records.pictures import STATES, States, read_states
 
 MEDIA: str = "media"
-"""Name of the kind of shards that contain images."""
+"""Kind of the shards that contain images."""
 
 
 class ShownImage(Settings):
-    """Facts about an image for people: the digest, the file format and the size."""
+    """Description of an image for people: its digest, file format and size."""
 
     digest: str
     """BLAKE3 digest of the image file's bytes."""
@@ -35,16 +35,17 @@ class ShownImage(Settings):
 
 
 class ImageSource(Protocol):
-    """Source from which models read the encoded images of prompts, by digest."""
+    """Source from which models read the encoded image files of prompts, given an image's digest."""
 
     def encoded(self, digest: str) -> bytes:
-        """Return the encoded bytes of an image."""
+        """Return the bytes of the image file with this digest."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Location of an image inside a file, as a byte range that can be read without Arrow, and its size in pixels."""
+    """Location of an image file inside another file, as a byte range that can be read without Arrow, with the size of
+    the image in pixels."""
 
     path: Path
     offset: int
@@ -55,38 +56,41 @@ class ImagePart:
 
 @runtime_checkable
 class ImageFiles(Protocol):
-    """Source of the file locations of images on this machine, for servers that read image files themselves."""
+    """Source of the locations of image files on this machine, for inference servers that read the files themselves."""
 
     def part(self, digest: str) -> ImagePart:
-        """Return the location of an image."""
+        """Return the location of the image file with this digest."""
         ...
 
 
 @runtime_checkable
 class DrawnPictures(Protocol):
-    """Source of the denoising states of generated pictures, by digest, on which text-to-image policies are trained."""
+    """Source of the denoising states (noisy latents) of generated images, on which text-to-image policies are
+    trained."""
 
     def states(self, digest: str, *, steps: int) -> States:
-        """Return the states before each of the `steps` trained steps and after the last: float32 of shape (steps + 1) x
-        D."""
+        """Return the denoising states of the image with this digest, before each of the `steps` trained steps and after
+        the last one: float32 of shape (steps + 1) x D."""
         ...
 
 
 class Gallery:
-    """Images of the work unit that a worker is running, for models that are loaded once and used for many work units.
+    """Images of the work unit that a worker is running, for a model that stays loaded over many work units.
 
-    The model keeps one object of this class, and the worker replaces its image source for each work unit.
+    The model keeps one object of this class, and the worker replaces the object's image source for each work unit.
     """
 
     def __init__(self) -> None:
         self.source: ImageSource | None = None
 
     def encoded(self, digest: str) -> bytes:
-        """Return the encoded bytes of an image. Raises Damaged if the work unit named no media shards."""
+        """Return the bytes of the image file with this digest. Raises Damaged if the work unit lists no media
+        shards."""
         return self._require_source(digest).encoded(digest)
 
     def states(self, digest: str, *, steps: int) -> States:
-        """Return the states of a generated picture. Raises Damaged if there are none."""
+        """Return the denoising states of a generated image, of shape (steps + 1) x D. Raises Damaged if no states are
+        stored."""
         source = self._require_source(digest)
         if not isinstance(source, DrawnPictures):
             raise Damaged(
@@ -102,33 +106,32 @@ class Gallery:
 
 
 class InMemoryImages:
-    """Image source that keeps encoded images in memory, by digest."""
+    """Image source that keeps encoded image files in memory."""
 
     def __init__(self, images: Mapping[str, bytes]) -> None:
         self._images = images
 
     def encoded(self, digest: str) -> bytes:
-        """Return the encoded bytes of an image."""
+        """Return the bytes of the image file with this digest."""
         return self._images[digest]
 
 
 class Media:
-    """Image source that reads media shards.
-
-    The shards are mapped into memory when the first image is requested.
-    """
+    """Image source that reads media shards (shards of images). The shards are mapped into memory when the first image
+    is requested."""
 
     def __init__(self, store: Store, shards: Sequence[ShardRef]) -> None:
         self._store = store
         self._shards = tuple(shards)
 
     def encoded(self, digest: str) -> bytes:
-        """Return the encoded bytes of an image. Raises Damaged if no shard contains it."""
+        """Return the bytes of the image file with this digest. Raises Damaged if no shard contains the image."""
         table, row = self._locate(digest)
         return bytes(table["bytes"][row].as_buffer())
 
     def states(self, digest: str, *, steps: int) -> States:
-        """Return the states of a generated picture. Raises Damaged if no policy generated it."""
+        """Return the denoising states of a generated image, of shape (steps + 1) x D. Raises Damaged if the image was
+        not generated by a policy."""
         table, row = self._locate(digest)
         encoded = table[STATES][row].as_buffer() if STATES in table.column_names else None
         if not encoded:
@@ -139,13 +142,14 @@ class Media:
         return read_states(memoryview(encoded), steps=steps)
 
     def shown(self, digest: str) -> ShownImage:
-        """Return the description of an image. Raises Damaged if no shard contains it."""
+        """Return the format and size of an image for people. Raises Damaged if no shard contains the image."""
         table, row = self._locate(digest)
         fields = {name: table[name][row].as_py() for name in ("digest", "format", "width", "height")}
         return ShownImage(**fields, bytes=len(table["bytes"][row].as_buffer()))
 
     def part(self, digest: str) -> ImagePart:
-        """Return the location of an image in its shard's file. Raises Damaged if no shard contains it."""
+        """Return the location of an image file inside its shard's file. Raises Damaged if no shard contains the
+        image."""
         self._locate(digest)
         return self._parts[digest]
 
@@ -175,7 +179,8 @@ class Media:
 
 
 def _parts_of(path: Path) -> Iterator[tuple[str, ImagePart]]:
-    """Yield the digest and location of each image in a shard's file, which is uncompressed and can be read in place."""
+    """Yield the digest and the location of each image in a shard's file. The file is not compressed, so images can be
+    read in place."""
     mapped = pa.memory_map(str(path)).read_buffer()
     for batch in pa.ipc.open_file(mapped).read_all().to_batches():
         _, bounds, data = batch["bytes"].buffers()

@@ -31,29 +31,32 @@ from models.records.schemas import EXPERTS, experts_type
 
 COMPLETION_TOKENS: Final = "completion_tokens"
 ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")
-"""Columns from which the inputs of rollouts are read."""
+"""Columns of a rollout table from which the model inputs are read."""
 _HALVES: Final = ROLLOUT_INPUT[:2]
 ENVIRONMENT: Final = -1
-"""`policy_version` of a segment that an environment wrote, and `staleness` of its tokens."""
+"""Value that marks tokens of an environment: as the `policy_version` of their segment, and as their `staleness`."""
 TURN_PROMPT: Final = -2
-"""`policy_version` of a segment that is the separate prompt of a turn. Following tokens attend to nothing before it."""
+"""Value of `policy_version` that marks a segment as the separate prompt of a turn. Later tokens do not attend to tokens
+before this segment."""
 
 Tokens = NDArray[np.int32]
 Experts = NDArray[np.unsignedinteger[Any]]
-"""Expert choices as integers of 8 or 16 bits: T tokens x the choices of all routers, router after router."""
+"""Experts that the routers of a mixture-of-experts model chose, as integers of 8 or 16 bits. One row per token, with
+the choices of all routers, router after router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextChunk:
-    """Consecutive tokens that are either all trained or all context."""
+    """Consecutive tokens of a model input that are either all trained on or all context."""
 
     tokens: Tokens
     is_trained: bool
-    """Whether a model generated these tokens or is trained to generate them, so that their log-probs are computed. All
-    other tokens are context."""
+    """Whether a model generated these tokens or is trained to generate them, so that their log-probs are computed.
+    Otherwise the tokens are context, which the model only reads."""
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both chunks are equal by value, because arrays would be compared element by element."""
+        """Return whether two chunks have equal tokens and the same kind. The default comparison would compare arrays
+        element by element."""
         return (
             isinstance(other, TextChunk)
             and self.is_trained == other.is_trained
@@ -63,41 +66,38 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """Input sequence of a model: the prompt, which is context, and the completion so far, if any.
+    """Token sequence that a model reads: the prompt, followed by the completion so far, if any.
 
-    The completion starts with the first trained token. Observations inside the completion are context again. No chunk
-    is empty.
+    The sequence is stored in chunks. The completion starts with the first chunk that is trained on. Observations of an
+    environment inside the completion are context, like the prompt. No chunk is empty.
     """
 
     chunks: tuple[TextChunk, ...] = ()
     images: tuple[str, ...] = ()
-    """Digests of the images in the prompt, in order. For each image the prompt contains as many of the model's
-    placeholder tokens as the model uses for the image."""
+    """Digests of the images in the prompt, in order. At the place of each image, the prompt contains the number of
+    placeholder tokens that the model uses for the image."""
     experts: Experts | None = field(default=None, compare=False, repr=False)
-    """Experts that routers chose during sampling, for every token except the last, or None if they were not
-    recorded."""
+    """Experts that the routers of a mixture-of-experts model chose during generation, for every token except the last.
+    None if they were not recorded."""
 
     @classmethod
     def from_prompt(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
-        """Create an input that consists of a prompt only, with the digests of its images."""
+        """Create an input that consists only of a prompt, with the digests of the prompt's images."""
         return cls(_build_chunk(tokens, is_trained=False), tuple(images))
 
     def append_completion(self, tokens: ArrayLike) -> Self:
-        """Return this input with the tokens of a completion appended, which are trained on.
-
-        Recorded experts are dropped.
-        """
+        """Return a new input with the tokens of a completion appended, which are trained on. Recorded experts are
+        dropped."""
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=True), self.images)
 
     def append_observation(self, tokens: ArrayLike) -> Self:
-        """Return this input with an environment's message appended, which is not trained on.
-
-        Recorded experts are dropped.
-        """
+        """Return a new input with an observation (message of an environment) appended, which is not trained on.
+        Recorded experts are dropped."""
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=False), self.images)
 
     def with_experts(self, experts: Experts) -> Self:
-        """Return this input with recorded experts. Appending tokens later discards them."""
+        """Return a copy of this input with the recorded choices of a mixture-of-experts model's routers. Appending
+        tokens later drops them."""
         return replace(self, experts=experts)
 
     def __len__(self) -> int:
@@ -105,7 +105,8 @@ class ModelInput:
         return _count_tokens(self.chunks)
 
     def last_context(self) -> Self:
-        """Return an input with only the last chunk, which must be context: the separate prompt of a turn."""
+        """Return a new input that contains only the last chunk, which must be context. This is the prompt of the next
+        turn if turns have separate prompts."""
         return type(self)(self.chunks[-1:], self.images)
 
     @property
@@ -125,7 +126,7 @@ class ModelInput:
 
     @property
     def trained_positions(self) -> NDArray[np.int64]:
-        """Indices of the trained tokens. Models compute log-probs only for these tokens."""
+        """Indices of the tokens that are trained on. Models compute log-probs only for these tokens."""
         are_trained = [chunk.is_trained for chunk in self.chunks]
         return np.flatnonzero(np.repeat(np.array(are_trained, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
 
@@ -133,7 +134,8 @@ class ModelInput:
     def weights(self) -> NDArray[np.float32]:
         """Loss weight of each trained token.
 
-        The weights of a turn sum to its number of tokens, and each of its chunks has an equal share of this sum.
+        A turn usually consists of one chunk, whose tokens have weight 1. If a turn consists of several adjacent chunks,
+        the weights still sum to the turn's number of tokens, but each chunk has an equal share of the sum.
         """
         parts: list[NDArray[np.float32]] = []
         for is_trained, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
@@ -153,13 +155,13 @@ class ModelInput:
 
     @property
     def num_turn_tokens(self) -> int:
-        """Number of tokens after the last context token, which is the length of the current turn."""
+        """Number of tokens after the last context token, which is the current length of the last turn."""
         begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_trained), default=0)
         return _count_tokens(self.chunks[begin:])
 
     @property
     def _begin(self) -> int:
-        """Index of the first chunk of the completion."""
+        """Index of the first chunk of the completion, or the number of chunks if there is no completion."""
         for index, chunk in enumerate(self.chunks):
             if chunk.is_trained:
                 return index
@@ -184,25 +186,25 @@ def _join_chunks(parts: Sequence[Tokens]) -> Tokens:
 
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
-    """Return the model input of each row of a prompt table."""
+    """Return the model input for each row of a prompt table."""
     return list(map(ModelInput.from_prompt, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
 
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
-    """Return inputs encoded as the columns of a prompt table."""
+    """Encode model inputs that are prompts as columns of a prompt table."""
     return {"tokens": _build_column([each.tokens for each in inputs]), **_build_image_column(inputs)}
 
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
-    """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
-    match."""
+    """Return the model input for each row of a rollout table, including unfinished completions. Raises Damaged if the
+    columns of a row contradict each other."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
     inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_trained_T=generated_tokens_mask(rollouts))
     return attach_experts(inputs, rollouts, range(rollouts.num_rows))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
-    """Return inputs encoded as the columns of a rollout table."""
+    """Encode model inputs as columns of a rollout table."""
     parts = ([each.prompt for each in inputs], [each.completion for each in inputs])
     return (
         dict(zip(_HALVES, map(_build_column, parts), strict=True))
@@ -212,34 +214,38 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 
 
 def generated_tokens_mask(rollouts: pa.Table) -> Mask:
-    """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
+    """Return a mask of the completion tokens in a rollout table that a policy generated (T). The tokens of all rows are
+    concatenated."""
     tokens_S, versions_S = read_segments(rollouts)
     is_trained_T: Mask = np.repeat(versions_S >= 0, tokens_S)
     return is_trained_T
 
 
 def read_segments(rollouts: pa.Table) -> tuple[Integers, Integers]:
-    """Return the number of tokens and the policy version of each segment (S), row after row.
+    """Return the number of tokens and the policy version of each segment in a rollout table (S). The segments of all
+    rows are concatenated.
 
-    A segment is a run of completion tokens from the same policy version or environment.
+    A segment is a run of completion tokens from the same policy version, or from the environment.
     """
     parts = pc.list_flatten(rollouts["segments"])
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
 
 def trained_tokens_mask(samples: pa.Table) -> Mask:
-    """Return for each completion token of a sample table, row after row, whether it is trained on (T)."""
+    """Return a mask of the completion tokens in a sample table that are trained on (T). The tokens of all rows are
+    concatenated."""
     learnt_T: Mask = flat(samples["staleness"]) != ENVIRONMENT
     return learnt_T
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
-    """Return the number of completion tokens in each rollout row (K)."""
+    """Return the number of completion tokens in each of the K rows of a rollout table."""
     return lengths_of(rollouts[COMPLETION_TOKENS])
 
 
 def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array]:
-    """Return the inputs of rollouts as the columns of a sample table. Rows in `emptied_K` keep only their prompt."""
+    """Convert the model inputs in a rollout table to columns of a sample table. Rows in the mask `emptied_K` keep only
+    their prompt."""
     prompts, completions = (rollouts[name] for name in _HALVES)
     if emptied_K.any():
         completions = empty_rows(completions, emptied_K)
@@ -252,12 +258,14 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
-    """Return two arrays over the rows of a sample table (K): numbers of all tokens, and of prompt tokens."""
+    """Return the number of all tokens and the number of prompt tokens in each row of a sample table, as two arrays
+    (K)."""
     return lengths_of(samples["tokens"]), samples["num_prompt_tokens"].to_numpy().astype(np.int64)
 
 
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
-    """Return the inputs of a sample table, without recorded experts, which `attach_experts` adds."""
+    """Return the model input for each row of a sample table. Recorded experts are not included; `attach_experts` adds
+    them."""
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
@@ -265,12 +273,14 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
 
 
 def select_with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Return a table with these columns, and the column of recorded experts if there is one."""
+    """Return a table that contains only these columns and, if there is one, the column with recorded experts of a
+    mixture-of-experts model."""
     return table.select([*columns, *({EXPERTS} & {*table.column_names})])
 
 
 def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
-    """Return the inputs of some rows of a table with their recorded experts, if the table has them.
+    """Return model inputs with their recorded experts (of a mixture-of-experts model), if the table has them. `rows`
+    contains the table row of each input.
 
     Raises Damaged if the number of tokens with experts does not match an input.
     """
@@ -287,7 +297,8 @@ def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int
 
 
 def _read_expert_rows(column: pa.ChunkedArray) -> list[Experts]:
-    """Return the recorded experts of each row as views without a copy. A null row has no tokens."""
+    """Return the recorded experts of each row as arrays that share memory with the column. A null row yields an array
+    without tokens."""
     rows: list[Experts] = []
     for array in column.chunks:
         values: Experts = array.values.flatten().to_numpy().reshape(-1, array.type.value_type.list_size)
@@ -296,7 +307,8 @@ def _read_expert_rows(column: pa.ChunkedArray) -> list[Experts]:
 
 
 def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
-    """Return the expert choices of all rows, one after the other, as one list per row."""
+    """Convert recorded experts to a list column. `experts_TF` contains the experts of all rows' tokens, concatenated,
+    and `lengths_K` the number of tokens of each row."""
     numbers = pa.array(experts_TF.ravel())
     kind = experts_type(numbers.type, experts_TF.shape[1])
     offsets = pa.array(np.concatenate(([0], np.cumsum(lengths_K))), pa.int64())
@@ -305,14 +317,14 @@ def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
 
 
 def zero_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
-    """Return the experts column with all choices in the rows marked by `zeroed_K` replaced by expert 0."""
+    """Return the column of recorded experts with all experts in the rows marked by `zeroed_K` replaced by expert 0."""
     rows = zip(_read_expert_rows(column), zeroed_K, strict=True)
     arrays = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]
     return pa.chunked_array([expert_lists(np.concatenate(arrays), lengths_of(column))])
 
 
 def _truncate_experts(column: pa.ChunkedArray, counts_K: Integers) -> pa.ChunkedArray:
-    """Return the experts column with only the first `counts_K` tokens of each row."""
+    """Return the column of recorded experts, reduced in each row to the first `counts_K` tokens."""
     lengths_K = lengths_of(column)
     if np.array_equal(lengths_K, counts_K):
         return column
@@ -339,7 +351,7 @@ def _build_inputs(
 
 
 def _split_turns(completion: Tokens, is_trained_T: Mask) -> tuple[TextChunk, ...]:
-    """Split a completion at every change between trained and context tokens."""
+    """Split the tokens of a completion into chunks, at every change between trained tokens and context tokens."""
     cuts = np.flatnonzero(np.diff(is_trained_T)) + 1
     parts = zip(np.split(completion, cuts), np.split(is_trained_T, cuts), strict=True)
     return tuple(TextChunk(tokens, bool(is_trained[0])) for tokens, is_trained in parts if len(tokens))

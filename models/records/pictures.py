@@ -22,17 +22,18 @@ States = NDArray[np.float32]
 STATES: Final = "states"
 
 PICTURE_SCHEMA = MEDIA_SCHEMA.append(pa.field("prompt_row", pa.int32())).append(pa.field(STATES, pa.large_binary()))
-"""Columns of prompt images, plus the row of the prompt and the states of the trained steps: float32, (K + 1) x D in
-row-major order, empty if nothing is trained."""
+"""Columns of shards with generated images: those of prompt images, the row of the prompt, and the denoising states
+(noisy latents) of the K trained steps. States are float32 of shape (K + 1) x D in row-major order, and empty if no step
+is trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """Generated picture: its PNG file and the denoising states for training."""
+    """Generated image: its PNG file, and the denoising states (noisy latents) on which the policy is trained."""
 
     encoded: bytes
-    """PNG file. Its metadata contain the seed and the digest of the states, so no two generated pictures have the same
-    digest."""
+    """Contents of the PNG file. Its metadata contains the seed and the digest of the states, so no two generated images
+    have the same digest."""
     digest: str
     """BLAKE3 digest of the PNG file."""
     width: int
@@ -40,11 +41,12 @@ class Picture:
     height: int
     """Height in pixels."""
     states: States
-    """States before each trained step and after the last, of shape (K + 1) x D."""
+    """Denoising states before each of the K trained steps and after the last one, of shape (K + 1) x D."""
 
 
 def encode_picture(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) -> Picture:
-    """Encode pixels as a PNG file whose metadata contain the seed and the digest of the states."""
+    """Encode the pixels of a generated image as a PNG file, whose metadata contains the seed and the digest of the
+    denoising states."""
     metadata, sink = PngInfo(), BytesIO()
     metadata.add_text("rheostat:seed", str(seed))
     metadata.add_text("rheostat:states", blake3(states.tobytes()).hexdigest())
@@ -54,7 +56,8 @@ def encode_picture(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) 
 
 
 def build_picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
-    """Return a media table of generated pictures. Each is given with the row of its prompt in the prompt shard."""
+    """Build the table of a media shard from generated images. Each image is paired with the row of its prompt in the
+    prompt shard."""
     rows = [*generated]
     pictures = [picture for _, picture in rows]
     columns = {
@@ -70,5 +73,6 @@ def build_picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
 
 
 def read_states(encoded: memoryview, *, steps: int) -> States:
-    """Decode the stored states of a picture with `steps` trained steps, of shape (steps + 1) x D."""
+    """Decode the stored denoising states of an image with `steps` trained steps. Returns an array of shape (steps + 1)
+    x D."""
     return np.frombuffer(encoded, "<f4").reshape(steps + 1, -1)

@@ -11,34 +11,35 @@ from models.config.environments import EnvironmentConfig
 
 @dataclass(frozen=True, slots=True)
 class ReplayWork:
-    """Request to replay stored episodes: new environments answer the stored turns, and the answers are compared."""
+    """Request to replay stored episodes: new environments answer the stored turns of the policy, and their answers are
+    compared with the stored ones."""
 
     run_uri: str
     """Location of the run's store: a path or a URL."""
     environment: EnvironmentConfig
     sampling: SamplingConfig
     policy: Path
-    """Directory of a policy of the run, which provides the tokenizer."""
+    """Directory of a policy of the run, from which the tokenizer is loaded."""
     prompts: ShardRef
     episodes: tuple[tuple[ShardRef, int], ...]
-    """Episodes, each as a rollout shard and a row number in it."""
+    """Episodes to replay, each given by its rollout shard and its row number in the shard."""
 
 
 class Difference(Settings):
-    """Difference between the stored answer to a turn and the new answer in a replay."""
+    """Difference between the environment's stored answer to a turn and its answer in a replay."""
 
     shard: str
     """Key of the rollout shard."""
     row: int
     """Row number in the shard, from 0."""
     turn: int
-    """Turn number, from 1. 0 is the observation before the first turn."""
+    """Number of the turn, from 1. The number 0 stands for the environment's observation before the first turn."""
     expected: str
-    """Answer that is stored with the episode, shortened."""
+    """Stored answer of the environment, shortened."""
     found: str
-    """New answer, shortened in the same way."""
+    """Answer of the environment in the replay, shortened in the same way."""
 
     def line(self) -> str:
-        """Return the difference as one line of text."""
+        """Return the difference as one line of text for messages: the episode, the turn and both answers."""
         turn = f"turn {self.turn}" if self.turn else "before its first turn"
         return f"{self.shard}: row {self.row}, {turn}: expected {self.expected}, found {self.found}"

@@ -9,28 +9,28 @@ from models.config.retriever import Terms
 
 @dataclass(frozen=True, slots=True)
 class StudentWork:
-    """Request to train a dual encoder, which embeds queries and passages separately (the student)."""
+    """Request to train a dual encoder (the student), which embeds queries and passages separately."""
 
     pairs: BundleRef
     method: Terms
     teacher: BundleRef | None = None
-    """Cross-encoder whose scores the student is trained to reproduce, or None."""
+    """Cross-encoder whose scores the student is trained to reproduce, or None to train without a teacher."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoderWork:
-    """Request to train a cross-encoder, and to rerank with it the first passages that a dual encoder finds."""
+    """Request to train a cross-encoder, and to let it rerank the best passages that a dual encoder finds."""
 
     pairs: BundleRef
     student: BundleRef
 
 
 class Retrieval(Settings):
-    """Quality of a retriever: how high it ranks the correct passages of held-out queries."""
+    """Quality measures of a retriever: how high it ranks the correct passages of held-out queries."""
 
     queries: int
     mrr: float
-    """Mean of 1 / rank, counting 0 for ranks beyond 10 (MRR@10)."""
+    """Mean over queries of 1 / rank of the correct passage, counting 0 for ranks beyond 10 (MRR@10)."""
     low: float
     """Lower end of the 95% confidence interval of `mrr`, from a bootstrap over queries."""
     high: float
@@ -51,11 +51,11 @@ class TrainedRetriever(Settings):
     decision: str
     """Sentence that explains, with measurements, why the model with these loss terms was chosen."""
     measured: dict[str, Retrieval]
-    """Measures of each trained model: students by their loss terms, and the cross-encoder, which reranks the passages
-    that the first student finds."""
+    """Quality measures of each trained model, by name: dual encoders by their loss terms, and the cross-encoder, which
+    reranks the passages that the first dual encoder finds."""
 
     def rows(self) -> list[dict[str, str]]:
-        """Return one table row per trained model, with its quality measures as text."""
+        """Return one table row for each trained model, with the model's quality measures as text."""
         return [
             {
                 "": model,

@@ -9,11 +9,10 @@ from infra.store.shards import ShardKind, declare_kinds
 
 
 class FinishReason(StrEnum):
-    """Reason why a completion ended: stopped by the policy, by the length limit, or cut at this iteration's token
-    budget.
+    """Reason why a completion ended: the policy ended it, it reached the length limit, or it was interrupted at this
+    iteration's token limit. An interrupted completion continues in the next iteration.
 
-    A cut completion continues in the next iteration. An episode also ends when its turns are used up or its environment
-    fails.
+    An episode also ends when its maximum number of turns is reached or its environment fails.
     """
 
     STOP = "stop"
@@ -30,7 +29,7 @@ MESSAGE = pa.struct(
         ("name", pa.string()),  # name of the tool that returned the message, else null
     ]
 )
-"""Arrow type of a chat message: role, text, and name of the tool or person."""
+"""Arrow type of a chat message: role, text content, and name of the tool or person, if any."""
 
 PROMPT_SCHEMA = pa.schema(
     [
@@ -46,11 +45,12 @@ PROMPT_SCHEMA = pa.schema(
         ("messages", pa.list_(MESSAGE)),  # chat before the template; null for plain text
     ]
 )
-"""Columns of prompt shards: one prompt per row. Inside a run, a prompt is identified by its row number."""
+"""Columns of prompt shards, with one prompt per row. Within a run, a prompt is identified by its row number."""
 
 TEMPLATE: Final = "template"
-"""Additional text column of prompts if a chat has tools, template variables, or messages with more fields than MESSAGE:
-the input of the chat template as JSON (`models.data.problems.encode_template_input`), empty for other prompts."""
+"""Name of an additional text column of prompts. It is present if a chat has tools, template variables, or messages with
+more fields than MESSAGE. It contains the input of the chat template as JSON
+(`models.data.problems.encode_template_input`), or an empty text for other prompts."""
 
 MEDIA_SCHEMA = pa.schema(
     [
@@ -61,7 +61,8 @@ MEDIA_SCHEMA = pa.schema(
         ("bytes", pa.large_binary()),  # original file
     ]
 )
-"""Images of prompts, one per row, in the order of their first use. Each image is in one media shard of a split."""
+"""Columns of media shards, with one image per row, in the order of first use by the prompts. Each image of a split is
+in exactly one media shard."""
 
 TURN = pa.struct(
     [
@@ -73,7 +74,7 @@ TURN = pa.struct(
         ("error", pa.string()),  # reason why the environment failed
     ]
 )
-"""Arrow type of one turn of an episode: counts of tokens and tool calls, reward and error."""
+"""Arrow type of one turn of an episode: numbers of tokens and of tool calls, reward, and error."""
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -101,15 +102,17 @@ ROLLOUT_SCHEMA = pa.schema(
         ("messages", pa.list_(MESSAGE)),
     ]
 )
-"""Columns of rollout shards: one completion per row, ordered by (prompt_row, sample)."""
+"""Columns of rollout shards, with one completion per row, ordered by (prompt_row, sample)."""
 
 EXPERTS: Final = "experts"
-"""Additional column of rollouts and samples if routers are replayed: the experts that each router chose, router after
-router, for each token of prompt and completion except the last, which is never an input."""
+"""Name of an additional column of rollouts and samples for mixture-of-experts policies whose routing is replayed in
+training. For each token of prompt and completion except the last, which is never an input, it contains the experts that
+each router chose, router after router."""
 
 
 def experts_type(numbers: pa.DataType, width: int) -> pa.DataType:
-    """Return the Arrow type of a row's experts: a list with `width` integers of 8 or 16 bits per token."""
+    """Return the Arrow type of the experts recorded for one row: a list with `width` integers per token. `numbers` is
+    the integer type of 8 or 16 bits."""
     return pa.large_list(pa.list_(numbers, width))
 
 
@@ -131,12 +134,12 @@ SAMPLE_SCHEMA = pa.schema(
         ("returns", pa.list_(pa.float32())),  # targets of the critic; null without a critic
     ]
 )
-"""Training samples, one per row, which is everything that the update reads. If turns have separate prompts, the turns
-of an episode are consecutive rows with the same (prompt_row, sample)."""
+"""Columns of sample shards, with one training sample per row. The update reads only these columns. If turns have
+separate prompts, the turns of an episode are consecutive rows with the same (prompt_row, sample)."""
 
 PER_TOKEN = ("logprobs", "advantages", "staleness", "values", "returns")
-"""Columns of samples with one number per completion token. For tokens that no policy generated the number is 0, and the
-staleness -1."""
+"""Columns of samples that contain one number per completion token. For tokens that no policy generated, the number is
+0, or -1 in `staleness`."""
 
 ESTIMATE_SCHEMA = pa.schema(
     [
@@ -152,7 +155,8 @@ ESTIMATE_SCHEMA = pa.schema(
         ("values", pa.list_(pa.float32())),  # the critic's value before the token
     ]
 )
-"""Columns of estimate shards: outputs of auxiliary models per completion token, in the rollout shard's row order."""
+"""Columns of estimate shards: outputs of auxiliary models (reference, teacher, critic) for each completion token, with
+the same rows as the rollout shard."""
 
 VERDICT_SCHEMA = pa.schema(
     [
@@ -167,15 +171,17 @@ VERDICT_SCHEMA = pa.schema(
         ("tokens", pa.int32()),  # tokens of the answer
     ]
 )
-"""Columns of verdict shards: answers of a judge or reward model, ordered by (prompt_row, sample, vote, attempt)."""
+"""Columns of verdict shards, with one answer of a judge or reward model per row, ordered by (prompt_row, sample, vote,
+attempt)."""
 
 
 def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) -> pa.Schema:
-    """Return the schema of a score shard: the total reward (null if missing), one column per term, and the first error.
+    """Return the columns of score shards: the total reward (null if missing), one column for each reward term, and the
+    first error.
 
-    A process term (a reward that scores steps or tokens) has two more columns: the first completion token of each span,
-    and the value of each span. Spans are consecutive and cover the completion, so the first starts at token 0. Both are
-    null if the term is missing.
+    For each of the `process_terms` (terms that score steps, tokens or turns) there are two more columns: the first
+    completion token of each span, and the value of each span. Spans are consecutive and cover the completion, so the
+    first span starts at token 0. Both columns are null if the term is missing.
     """
     return pa.schema(
         [
@@ -202,5 +208,5 @@ KINDS: Final = declare_kinds(
     ShardKind("estimates", ESTIMATE_SCHEMA),
     ShardKind("samples", SAMPLE_SCHEMA, missing={"images": []}),
 )
-"""Layouts of all shards that stages write. A change of a schema requires the next version of its kind, values under
-`missing` for new columns in older shards, and the new layout in tests/unit/models/layouts.toml."""
+"""Column layouts of all kinds of shards that stages write. If you change a schema, increase the version of its kind,
+add values for new columns in older shards under `missing`, and add the new layout to tests/unit/models/layouts.toml."""

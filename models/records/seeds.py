@@ -4,15 +4,15 @@ from blake3 import blake3
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 64-bit seed that depends on the value, type and position of every part: ("a", "b") differs from ("ab",),
-    1 from "1"."""
+    """Return a 64-bit seed that depends on the value, type and position of every part. For example, ("a", "b") gives
+    another seed than ("ab",), and 1 another than "1"."""
     encoded = b"".join(_encode(part) for part in parts)
     return int.from_bytes(blake3(encoded).digest(length=8), "little")
 
 
 def sample_seed(run_seed: int, iteration: int, *, prompt_row: int, sample: int) -> int:
-    """Return the seed of one completion. It is independent of attempt, worker and batch, so a retry repeats the
-    completion."""
+    """Return the seed with which one completion is sampled. The seed does not depend on the attempt, the worker or the
+    batch, so a retry generates the same completion."""
     return derive_seed("sample", run_seed, iteration, prompt_row, sample)
 
 

@@ -11,8 +11,8 @@ from models.records.work import JudgeWarmupWork, RewardModelWork
 
 
 class TrainingOrder(Protocol):
-    """Function that returns the request to train the model behind a reward. The model's settings name it as
-    `training`."""
+    """Function that creates the request to train the model behind a reward. The model's settings refer to this function
+    as `training`."""
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class TrainingOrder(Protocol):
 def order_training(
     base: ModelVersion, reward: ServedReward, *, data: DataConfig, preferences: PreferencesConfig | None, seed: int
 ) -> JudgeWarmupWork | RewardModelWork | None:
-    """Return the request to train the model behind a reward, or None if the run does not train this model."""
+    """Create the request to train the model behind a reward. Returns None if the run does not train this model."""
     model = reward.model
     if model.training is None:
         return None
@@ -49,7 +49,7 @@ def order_judge_warmup(
     preferences: PreferencesConfig | None,
     seed: int,
 ) -> JudgeWarmupWork:
-    """Return the request to train a judge according to its settings."""
+    """Create the request to train the judge `model`, starting from the version `base`."""
     return JudgeWarmupWork(judge=base, reward=reward, data=data, warmup=model.warmup, seed=seed)
 
 
@@ -62,6 +62,7 @@ def order_reward_model_training(
     preferences: PreferencesConfig | None,
     seed: int,
 ) -> RewardModelWork:
-    """Return the request to train a reward model on the run's preferences."""
+    """Create the request to train the reward model `model` on the run's preference pairs, starting from the version
+    `base`."""
     assert preferences is not None, "a configuration with a trained reward model has preferences"
     return RewardModelWork(base, data, preferences, model, reward.template, seed, reward.chat_prompt)

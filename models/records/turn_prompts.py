@@ -19,18 +19,20 @@ _OF_TOKENS: Final = (COMPLETION_TOKENS, *PER_TOKEN)
 
 
 def count_turn_prompts(rollouts: pa.Table) -> Integers:
-    """Return, for each row, the number of turns with a separate prompt, not counting the first turn (N)."""
+    """Return, for each row of a rollout table, the number of turns with a separate prompt, not counting the first turn
+    (N)."""
     row_S = _rows(rollouts)
     _, versions_S = read_segments(rollouts)
     return np.bincount(row_S[versions_S == TURN_PROMPT], minlength=rollouts.num_rows).astype(np.int64)
 
 
 def split_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
-    """Split rows so that every turn with a separate prompt starts a new row, whose completion is the text of this turn.
+    """Split rollout rows so that every turn with a separate prompt becomes a separate row. The completion of this row
+    is the text of the turn.
 
-    Return the new rows, and the index of the original row for each (K). Columns with one value per completion token are
-    split in the same way, all other columns are repeated. Rows without segments are dropped, because their completion
-    is empty.
+    Returns the new rows, and for each of them the index of its original row (K). Columns with one value per completion
+    token are split in the same way, and all other columns are repeated. If there is such a turn, rows without segments
+    are dropped, because their completion is empty.
     """
     row_S = _rows(rollouts)
     tokens_S, versions_S = read_segments(rollouts)
@@ -59,16 +61,17 @@ def split_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
 
 
 def _rows(rollouts: pa.Table) -> Integers:
-    """Return the index of the rollout row to which each segment belongs (S)."""
+    """Return the index of the rollout row to which each segment belongs (S). A segment is a run of completion tokens
+    from the same policy version or environment."""
     return np.repeat(np.arange(rollouts.num_rows), lengths_of(rollouts["segments"]))
 
 
 def _group_lists(
     segments: pa.ChunkedArray, keep_S: np.ndarray[tuple[int], np.dtype[np.bool_]], part_S: Integers, num_parts: int
 ) -> pa.ListArray:
-    """Return the segments selected by `keep_S` as one list per new row.
+    """Return a column with the segments that the mask `keep_S` selects, as one list for each new row.
 
-    `part_S` contains the index of the new row of each segment, and `num_parts` is the number of new rows.
+    `part_S` is the index of the new row of each segment, and `num_parts` the number of new rows.
     """
     values = pc.list_flatten(segments).filter(pa.array(keep_S)).combine_chunks()
     ends_K = np.cumsum(np.bincount(part_S[keep_S], minlength=num_parts))

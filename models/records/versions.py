@@ -16,18 +16,20 @@ from infra.store.shards import ShardRef
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """A model after `version` updates: immutable weights and, except at the start, the optimizer state."""
+    """Version of a trained model, after `version` updates: immutable weights and, except for the initial version, the
+    optimizer state."""
 
     version: int
     weights: BundleRef
-    """Bundle with the weights of the model, or of the base model if there is an adapter."""
+    """Bundle with the weights of the model. If there is an adapter, the bundle contains the weights of the base
+    model."""
     state: BundleRef | None = None
     adapter: BundleRef | None = None
-    """Bundle with the adapter (low-rank deltas) that is added to the weights, or None."""
+    """Bundle with the LoRA adapter that is added to the weights, or None if the model has no adapter."""
 
     @property
     def digest(self) -> str:
-        """Digest that identifies the model: the weights' digest, or a digest of weights and adapter together."""
+        """Digest that identifies the model: the digest of its weights or, if there is an adapter, a digest of both."""
         if self.adapter is None:
             return self.weights.digest
         return blake3(f"{self.weights.digest}+{self.adapter.digest}".encode()).hexdigest()
@@ -35,39 +37,42 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a work unit: references to the shards and models that were stored, and numbers.
+    """Result of a work unit (a request to a worker): references to the stored shards and models, and numbers.
 
-    `metrics` depend only on the inputs and are part of the manifest's digest. `timings` (seconds) are not.
+    The `metrics` depend only on the inputs and are part of the manifest's digest. The `timings`, in seconds, are not.
     """
 
     shards: tuple[ShardRef, ...] = ()
     model: ModelVersion | None = None
-    """Policy, judge, reward model or teacher that was created or trained."""
+    """Policy, critic, judge, reward model or teacher that the work unit created or trained, or None."""
     critic: ModelVersion | None = None
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None
-    """Other facts that depend only on the inputs, such as names and row numbers, but never texts or tokens."""
+    """Other facts about the result that depend only on the inputs, such as names and row numbers. They never contain
+    texts or tokens."""
     timings: dict[str, float] | None = None
 
 
 class StageTimer:
-    """Timer that records the seconds of consecutive phases by name."""
+    """Timer that measures the seconds of consecutive phases by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Add the seconds since the previous call of `end` to the phase `name`, which may be ended several times."""
+        """Add the seconds since the previous call of `end` to the phase `name`. The same phase may be ended several
+        times."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
 
 
 def order_statistics(lengths: Sequence[int], max_count: int = 64) -> list[JsonValue]:
-    """Return at most `max_count` of the lengths, evenly spaced in ascending order from the minimum to the maximum.
+    """Summarize lengths by at most `max_count` of them, evenly spaced in ascending order from the minimum to the
+    maximum.
 
-    A worker reports the result as a summary of all its sequence lengths. The scheduler forecasts durations from it.
+    Workers report this summary of their sequence lengths, from which the scheduler forecasts durations.
 
     >>> order_statistics([9, 1, 5, 3, 7], max_count=3)
     [1, 5, 9]
@@ -79,7 +84,7 @@ def order_statistics(lengths: Sequence[int], max_count: int = 64) -> list[JsonVa
 
 
 def policy_of(manifest: Manifest) -> ModelVersion:
-    """Return the policy version that a manifest committed."""
+    """Return the policy version that is stored in a manifest."""
     version, bundles = manifest.detail["version"], manifest.bundles
     assert isinstance(version, int)
     return ModelVersion(
@@ -88,7 +93,7 @@ def policy_of(manifest: Manifest) -> ModelVersion:
 
 
 def critic_of(manifest: Manifest) -> ModelVersion:
-    """Return the critic version that a manifest committed, together with a policy or alone."""
+    """Return the critic version that is stored in a manifest, together with a policy or alone."""
     version, bundles = manifest.detail["version"], manifest.bundles
     assert isinstance(version, int)
     return ModelVersion(
@@ -112,5 +117,5 @@ def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
 
 
 def directory_of(run: Run, bundle: BundleRef) -> str:
-    """Return the location of a bundle's files: a path or a URL."""
+    """Return the location of a bundle's files in a run's store: a local path or a URL."""
     return run.store.locate(f"{bundle.key}/{CONTENTS}").rpartition("/")[0]

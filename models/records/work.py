@@ -23,7 +23,7 @@ from models.records.versions import ModelVersion
 
 @dataclass(frozen=True, slots=True)
 class PolicyWork:
-    """Request to create the initial policy: build it and train its tokenizer, or import it."""
+    """Request to create the initial policy: either build it and train its tokenizer, or import an existing model."""
 
     policy: PolicyConfig
     data: DataConfig
@@ -32,7 +32,7 @@ class PolicyWork:
 
 @dataclass(frozen=True, slots=True)
 class CriticWork:
-    """Request to create the initial critic, from the initial policy or from the configured directory."""
+    """Request to create the initial critic from the initial policy, or from the configured directory."""
 
     policy: ModelVersion
     critic: CriticConfig
@@ -40,21 +40,23 @@ class CriticWork:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Request to render and tokenize a split (`train` or `heldout`) into one prompt shard and media shards."""
+    """Request to render and tokenize the prompts of a split (`train` or `heldout`). The result is one prompt shard, and
+    media shards with the images."""
 
     data: DataConfig
     split: str
     policy: ModelVersion
     seed: int
     max_new_tokens: int
-    """Maximum tokens of a completion. A prompt that leaves less room in the policy's context is invalid input."""
+    """Maximum number of tokens of a completion. A prompt that leaves less room in the policy's context is invalid."""
     environment: EnvironmentConfig | None = None
-    """Environment whose tools are described in the prompts, or None."""
+    """Environment whose tools are described in the prompts, or None if there is no environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """Request to generate `group_size` completions for each of the given prompt rows, and write one rollout shard."""
+    """Request to generate `group_size` completions for each of the prompts in `rows`. The result is one rollout
+    shard."""
 
     iteration: int
     policy: ModelVersion
@@ -66,20 +68,25 @@ class RolloutWork:
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     continued: ShardRef | None = None
-    """Shard of groups that an earlier iteration cut. They continue from where they ended, with their original seeds."""
+    """Shard with groups of completions that an earlier iteration interrupted at its token limit. They are continued
+    with their original seeds."""
     partial: PartialRollout | None = None
-    """Settings of partial rollout. If set, finished groups are the first result shard, cut groups the second."""
+    """Settings of partial rollout, in which completions may be interrupted and continued in the next iteration. If set,
+    the first result shard contains the finished groups, and the second the interrupted groups."""
     user: ModelVersion | None = None
-    """Model that plays the user in dialogues, or None if the run stores no such model."""
+    """Model that plays the user in dialogues, or None if the run contains no such model."""
     records_experts: bool = False
-    """Whether the shard stores, for each token, the experts that a mixture-of-experts policy chose."""
+    """Whether the rollout shard stores, for each token, the experts that the routers of a mixture-of-experts policy
+    chose."""
     denoising: DenoisingConfig | None = None
-    """Settings of image generation, which is deterministic at temperature 0, or None for a language policy."""
+    """Settings of image generation for text-to-image policies, which is deterministic at temperature 0. None for a
+    language policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictShard:
-    """Shard with one reward model's or judge's verdicts on a rollout shard, and the name of its reward term."""
+    """Reference to a shard with the verdicts of a judge or reward model on a rollout shard, and the name of the reward
+    term."""
 
     term: str
     verdicts: ShardRef
@@ -87,22 +94,24 @@ class VerdictShard:
 
 @dataclass(frozen=True, slots=True)
 class JudgeWork:
-    """Request to judge every completion of one rollout shard with a reward's model, and write one verdict shard."""
+    """Request to let the judge or reward model of a reward term rate every completion of one rollout shard. The result
+    is one verdict shard."""
 
     iteration: int
     rollouts: ShardRef
     model: ModelVersion | None
-    """Model that judges, or None if it is behind an endpoint."""
+    """Judge or reward model, or None if it is behind an endpoint."""
     seed: int
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     prompts: ShardRef | None = None
-    """Shard of the prompts, or None if the model does not receive the chat messages of prompts."""
+    """Prompt shard, from which the chat messages of prompts are read. None if the judge does not receive them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringWork:
-    """Request to score every completion of one rollout shard, and write one score shard with the same row order."""
+    """Request to compute the rewards of every completion of one rollout shard. The result is one score shard with the
+    same row order."""
 
     iteration: int
     rollouts: ShardRef
@@ -110,43 +119,45 @@ class ScoringWork:
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     metric: str = ""
-    """Reward term whose raw scores decide whether a group is informative, or an empty string if that is not needed."""
+    """Name of the reward term whose raw scores decide whether a group is informative (has unequal rewards). Empty if
+    this decision is not needed."""
     tokenizer: BundleRef | None = None
-    """Bundle of a policy with the run's tokenizer, or None if no reward scores steps or tokens."""
+    """Bundle of a policy from which the run's tokenizer is loaded, or None if no reward scores steps or tokens."""
     max_missing: int | None = None
-    """Maximum number of missing scores that the credit stage may still accept, or None if unknown."""
+    """Maximum number of missing scores with which the credit stage can still continue, or None if the number is
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredShard:
-    """Rollout shard with its score shard; row i of one belongs to row i of the other."""
+    """Rollout shard together with its score shard. Row i of both belongs to the same completion."""
 
     rollouts: ShardRef
     scores: ShardRef
     rows: tuple[int, ...] | None = None
-    """Prompt rows to use, or None to use all."""
+    """Rows of the prompts whose completions are used, or None to use all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExcerptWork:
-    """Request to read a few completions of an iteration, with shortened texts, for a report."""
+    """Request to read a few completions of an iteration, with shortened texts, for display in a report."""
 
     iteration: int
     shards: tuple[ScoredShard, ...]
     prompts: int
-    """Number of prompts shown, in row order."""
+    """Number of prompts to show, in row order."""
     characters: int
-    """Maximum length of a text in characters."""
+    """Maximum number of characters of each text."""
     media: tuple[ShardRef, ...] = ()
-    """Shards with the images of the prompts and with generated pictures."""
+    """Shards with the images of the prompts and with generated images."""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateWork:
-    """Request to compute auxiliary scores (log-probs, values) of every token of an iteration's rollouts.
+    """Request to compute the outputs of auxiliary models (reference, critic, teacher) for every token of an iteration's
+    rollouts. No output is computed for a model that is None.
 
-    The result is one shard per rollout shard, in the same order. Every rank receives the same record. A model that is
-    None computes nothing.
+    The result is one shard per rollout shard, in the same order. Every rank receives the same record.
     """
 
     iteration: int
@@ -155,33 +166,37 @@ class EstimateWork:
     reference: ModelVersion | None = None
     critic: ModelVersion | None = None
     teacher: ModelVersion | None = None
-    """Teacher whose model the run stores. A teacher behind an endpoint is read from the configuration."""
+    """Teacher model that is stored in the run. A teacher behind an endpoint is read from the configuration instead."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditWork:
-    """Request to turn an iteration's scored rollouts into training samples, in the order of `shards`."""
+    """Request to compute advantages for an iteration's scored rollouts and turn them into training samples, in the
+    order of `shards`."""
 
     iteration: int
     shards: tuple[ScoredShard, ...]
     target: int | None = None
-    """Target number of informative groups. Groups beyond it are surplus groups, not trained on. None trains on all."""
+    """Target number of informative groups (groups with unequal rewards). Further groups become surplus and are not
+    trained on. None means that all groups are trained on."""
     dynamic: DynamicSampling | None = None
     policy_version: int = 0
-    """Policy version that is trained on the samples. Tokens of earlier versions are stale."""
+    """Version of the policy that is trained on the samples. Tokens generated by earlier versions are stale."""
     max_new_tokens: int = 0
-    """Maximum length of completions in tokens, from which length penalties are computed."""
+    """Maximum length of completions in tokens, from which the length penalty is computed."""
     estimates: tuple[ShardRef, ...] = ()
-    """Shards of auxiliary models' outputs, one for each item of `shards`. Empty if the algorithm needs none."""
+    """Shards with the auxiliary models' outputs, one for each item of `shards`. Empty if the algorithm needs no
+    auxiliary model."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward, in this iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonWork:
-    """Request to compare new scores or samples of an iteration with the stored ones. No shard is written."""
+    """Request to compare new scores or samples of an iteration with the stored ones. The result contains metrics, and
+    no shard is written."""
 
     stored: tuple[ShardRef, ...]
     new: tuple[ShardRef, ...]
@@ -201,23 +216,26 @@ class UpdateWork:
     critic: ModelVersion | None = None
     """Critic before the update, or None if the algorithm has none."""
     learns: bool = True
-    """Whether the policy is updated. While its critic warms up, only the critic is updated."""
+    """Whether the policy is updated. It is false while the critic warms up, when only the critic is updated."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the loss."""
+    """Coefficient of the KL penalty in the loss, in this iteration."""
     keeps_state: bool = True
-    """Whether the optimizer state of the new version is stored. If not, a restart repeats this update."""
+    """Whether the optimizer state of the new version is stored. If not, this update is repeated after a restart."""
     past: tuple["UpdateWork", ...] = ()
-    """Earlier updates whose state was not stored, oldest first. A rank without their result in memory repeats them."""
+    """Earlier updates whose optimizer state was not stored, oldest first. A rank that does not have their result in
+    memory repeats these updates."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     exact_behaviour: bool = False
-    """Whether the behavior log-probs equal those that the trainer itself would compute, up to rounding."""
+    """Whether the behavior log-probs (those of the engine that generated the tokens) equal the trainer's log-probs, up
+    to rounding."""
     was_moved: bool = False
-    """Whether the past updates ran on other ranks, so that repeating them gives similar but not identical weights."""
+    """Whether the updates in `past` ran with a different layout of ranks, so that repeating them gives similar but not
+    identical weights."""
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last update, after which no rollouts are generated."""
+        """Whether this is the last update of the run, after which no rollouts are generated."""
         return self.policy.version + 1 == self.total_iterations
 
 
@@ -231,12 +249,14 @@ class WarmupWork:
     warmup: PolicyWarmup
     seed: int
     max_new_tokens: int = 0
-    """Maximum tokens of a completion, for which prompts must leave room if `data.on_too_long` is `drop`."""
+    """Maximum number of tokens of a completion. If `data.on_too_long` is `drop`, prompts that leave less room are
+    excluded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelPreparation:
-    """Request to create the model behind a reward: build it and train its tokenizer, or import it."""
+    """Request to create the model behind a reward: either build it and train its tokenizer, or import an existing
+    model."""
 
     reward: ServedReward
     data: DataConfig
@@ -245,20 +265,21 @@ class RewardModelPreparation:
 
 @dataclass(frozen=True, slots=True)
 class TeacherWork:
-    """Request to copy the teacher's model into the run."""
+    """Request to import the teacher's model into the run."""
 
     teacher: TeacherDirectory
     policy: ModelVersion
-    """Policy to distill into. The teacher must have the same tokens."""
+    """Policy that is trained to match the teacher. Both must have the same vocabulary."""
     longest_tokens: int
-    """Maximum tokens of prompt and completion together, which the teacher's context must hold."""
+    """Maximum number of tokens of prompt and completion together, which must fit into the teacher's context."""
     pixels: PixelLimits
-    """Minimum and maximum size of the images that policy and teacher receive."""
+    """Minimum and maximum size of the images that policy and teacher receive, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeWarmupWork:
-    """Request to train a judge on correct and wrong completions of the problems. Every rank gets the same record."""
+    """Request to train a judge on correct and wrong completions of the problems. Every rank receives the same
+    record."""
 
     method: ClassVar[str] = "warm_judge"
     """Name of the update worker's method that handles this request."""
@@ -271,13 +292,14 @@ class JudgeWarmupWork:
 
     @property
     def course(self) -> str:
-        """Length of the training in words, for messages."""
+        """Number of training steps and of examples per step, as text for messages."""
         return f"{self.warmup.steps} steps of {self.warmup.batch_size} examples"
 
 
 @dataclass(frozen=True, slots=True)
 class UserPreparation:
-    """Request to create the model of the simulated user: build it and train its tokenizer, or import it."""
+    """Request to create the model of the simulated user: either build it and train its tokenizer, or import an existing
+    model."""
 
     environment: DialogueEnvironment
     data: DataConfig
@@ -286,7 +308,8 @@ class UserPreparation:
 
 @dataclass(frozen=True, slots=True)
 class UserWarmupWork:
-    """Request to train the simulated user on worked episodes. Every rank receives the same record."""
+    """Request to train the simulated user on worked episodes (example dialogues in the data). Every rank receives the
+    same record."""
 
     user: ModelVersion
     """Version of the simulated user from which the training starts."""
@@ -298,7 +321,7 @@ class UserWarmupWork:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceWork:
-    """Request to train a policy directly on preferences (DPO). Every rank receives the same record."""
+    """Request to train a policy directly on preference pairs (DPO). Every rank receives the same record."""
 
     policy: ModelVersion
     """Policy from which the training starts, which is also the reference of the DPO loss."""
@@ -310,35 +333,37 @@ class PreferenceWork:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelWork:
-    """Request to add a one-output head to a policy and train it on preferences. Every rank receives the same record."""
+    """Request to train a reward model on preference pairs: a policy with a new head of one output. Every rank receives
+    the same record."""
 
     method: ClassVar[str] = "train_reward_model"
     """Name of the update worker's method that handles this request."""
     policy: ModelVersion
-    """Policy whose weights, except the output layer, are the start of the reward model."""
+    """Policy from whose weights, except the output layer, the reward model is initialized."""
     data: DataConfig
     preferences: PreferencesConfig
     training: TrainedRewardModel
     template: str | None
-    """Template of the model's input, the same as for scoring, or None for the default."""
+    """Template of the reward model's input, which must be the same as for scoring. None means the default template."""
     seed: int
     chat_prompt: Literal["messages", "text"] = "text"
 
     @property
     def course(self) -> str:
-        """Length of the training in words, for messages."""
+        """Number of training steps and of pairs per step, as text for messages."""
         return f"{self.training.steps} steps of {self.training.batch_size} pairs"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportWork:
-    """Request to write a policy to one directory for use outside of Rheostat."""
+    """Request to write a policy to a directory for use outside of Rheostat."""
 
     base: Path
-    """Directory of the policy's weights."""
+    """Directory of the policy's weights, without its adapter."""
     adapter: Path | None
-    """Directory of the adapter to add to the weights, or None."""
+    """Directory of the LoRA adapter to merge into the weights, or None if the policy has no adapter."""
     target: Path
     """Empty directory to which the policy is written."""
     dtype: Literal["float32", "bfloat16"] | None
-    """Precision of the written weights. None writes float32 if an adapter is added, else the precision of the files."""
+    """Precision of the written weights. If None, weights with a merged adapter are written in float32, and other
+    weights in the precision of their files."""

@@ -167,7 +167,7 @@ class Retriever:
         self._model = open_encoder(path, where)
 
     def embed(self, texts: Sequence[str]) -> Floats:
-        """Embed N texts as unit vectors, as an array of shape (N, D). Their dot products are cosines."""
+        """Embed N texts as unit vectors of shape (N, D). The dot products of the vectors are cosine similarities."""
         return self._model.encode([*texts], batch_size=64, normalize_embeddings=True, show_progress_bar=False)
 
     def cosine(self, left: str, right: str) -> float:

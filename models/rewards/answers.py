@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Source = Literal["marked", "boxed", "stated", "whole"]
-"""Kind of place at which an answer was found.
-
-"marked": after `####` or in <answer>. "boxed": in \\boxed. "stated": after "the answer is". "whole": the only line."""
+r"""Kind of place at which a final answer was found. "marked": after `####` or in <answer> tags. "boxed": in a LaTeX
+\boxed command. "stated": after "the answer is". "whole": the text is a single line, which is the answer."""
 
 MAX_ANSWER: Final = 2000
-"""Maximum number of characters of a final answer. A longer answer is not separated from the text around it."""
+"""Maximum number of characters of a final answer. A longer answer is not extracted from its text."""
 
 MAX_STATED: Final = 200
 """Maximum number of characters of an answer that is stated in a sentence or is the whole text."""
 
 MAX_COMPLETION: Final = 100_000
-"""Maximum number of characters of a completion that are read. Only the end of a longer one is looked at."""
+"""Maximum number of characters of a completion that are read. Of a longer completion, only the end is read."""
 
 _TAG: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _HASHES: Final = re.compile(r"####(?!#)((?:(?!####)[^\n])*)")
@@ -92,19 +91,21 @@ _SQRT: Final = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))")
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """Final answer found in a text, with the kind of place at which it was found."""
+    """Final answer extracted from a text, with the kind of place at which it was found."""
 
     text: str
     source: Source
     line: str = ""
-    """The same answer up to the end of its line, if it may contain a full stop or a comma."""
+    """Answer up to the end of its line, for the case that the answer contains a full stop or a comma. Empty if the
+    answer is not stated in a sentence."""
 
 
 def find_answer(text: str) -> FinalAnswer | None:
-    """Find the final answer of a text. Returns None if it is not marked, is too long, or consists of several boxes.
+    r"""Extract the final answer of a text. Returns None if the text marks no answer, if the answer is too long, or if
+    the answer consists of several \boxed commands in a row.
 
-    The last of `####`, <answer> and \\boxed is the answer. Without any of them it is the end of the last sentence with
-    "answer is" or "answer:", or the whole text if it is one short line.
+    The last of `####`, <answer> and \boxed contains the answer. Without any of these, the answer is the end of the last
+    sentence with "answer is" or "answer:", or the whole text if it is one short line.
     """
     boxes, plain = _boxes(text), re.sub(r"\*\*|__", "", text)
     marked = [(match.start(), match[1]) for pattern in (_TAG, _HASHES) for match in pattern.finditer(text)]
@@ -134,8 +135,8 @@ def find_answer(text: str) -> FinalAnswer | None:
 
 
 def _find_statement(pattern: re.Pattern[str], text: str) -> FinalAnswer | None:
-    """Return the rest of the last sentence that states the answer. Return None if there is no such sentence or the rest
-    is long."""
+    """Return the answer that the last match of `pattern` (such as "the answer is") introduces, up to the end of its
+    sentence. Return None if there is no match or the answer is too long."""
     starts = [match.end() for match in pattern.finditer(text)]
     line = text[starts[-1] :].lstrip().partition("\n")[0] if starts else ""
     stated = _SENTENCE.match(line[: 2 * MAX_STATED])
@@ -145,14 +146,15 @@ def _find_statement(pattern: re.Pattern[str], text: str) -> FinalAnswer | None:
 
 
 def has_several_boxes(text: str) -> bool:
-    """Return whether a text has boxes with different contents and no other marker of an answer after them."""
+    r"""Return whether a text has several \boxed commands with different contents, and no `####` after the last one."""
     boxes = _boxes(text)
     after = text[boxes[-1][1] :] if boxes else ""
     return len({inner.strip() for _, _, inner in boxes}) > 1 and not _HASHES.search(after)
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return start, end and content of each box whose braces are balanced. A nested box is part of the outer box."""
+    r"""Return the start, the end and the content of each \boxed command in a text. A command inside another one is part
+    of the outer one, and commands with unbalanced braces are skipped."""
     opened, boxes = list[re.Match[str]](), list[tuple[int, int, str]]()
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
@@ -165,8 +167,8 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def unwrap(text: str) -> str:
-    """Return an answer without the delimiters of mathematics, emphasis, quotes, text commands and a final full stop
-    around it."""
+    """Return an answer without what surrounds it: math delimiters, Markdown emphasis, quotes, LaTeX text commands, and
+    a final full stop."""
     before = None
     text = _TAGS.sub("", text)
     while text != before:
@@ -184,7 +186,7 @@ def unwrap(text: str) -> str:
 
 
 def _strip(text: str) -> str:
-    """Return a text without white space at its ends, and without LaTeX's spaces and punctuation at its end."""
+    """Return a text without white space at its ends, and without LaTeX spacing commands and punctuation at its end."""
     before = None
     while text != before:
         before, text = text, text.strip()
@@ -196,8 +198,8 @@ def _strip(text: str) -> str:
 
 
 def to_latex(text: str) -> str:
-    """Return a text in which Unicode symbols, Python's powers and exponents, and spaced thousands are written in
-    LaTeX."""
+    """Return a text in which Unicode symbols, powers and exponents in Python notation, and numbers with spaces between
+    thousands are rewritten in LaTeX."""
     text = _SPACE.sub(" ", text)
     if not text.isascii():
         text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
@@ -217,7 +219,7 @@ def to_latex(text: str) -> str:
 
 
 def join_thousands(text: str) -> str:
-    """Return an answer without the spaces between groups of three digits.
+    """Return an answer in which numbers have no spaces between groups of three digits.
 
     >>> join_thousands("(10 000, 0.123 456)")
     '(10000, 0.123456)'
@@ -228,14 +230,14 @@ def join_thousands(text: str) -> str:
 
 
 def to_formula(text: str) -> str:
-    """Return an answer that is not in LaTeX, such as `2*pi` or `sqrt(3)`, as a formula."""
+    """Convert an answer in plain notation, such as `2*pi` or `sqrt(3)`, to a LaTeX formula."""
     text = _SQRT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     text = _FUNCTION.sub(r"\\\1 ", text)
     return _NAMED.sub(lambda match: "\\pi " if match[1].casefold() == "pi" else r"\infty ", text)
 
 
 def to_plain(text: str) -> str:
-    """Return an answer without text commands, LaTeX spaces and styling, so that it can be compared as a number or as
+    """Return an answer without LaTeX text commands, spaces and styling, so that it can be compared as a number or as
     words."""
     before = None
     while text != before:
@@ -251,19 +253,19 @@ def to_plain(text: str) -> str:
 
 
 def _vulgar_fraction(match: re.Match[str]) -> str:
-    """Return the LaTeX notation of a fraction that is a single character, such as ½."""
+    """Return the LaTeX notation of a matched character that is a fraction, such as ½."""
     top, bottom = unicodedata.normalize("NFKC", match[0]).split("⁄")
     return rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def _repeating_decimal(match: re.Match[str]) -> str:
-    """Return a decimal with repeating digits, such as 0.1(6), as a fraction in LaTeX."""
+    """Return a matched decimal with repeating digits, such as 0.1(6), as a LaTeX fraction."""
     whole, fixed, repeated = match[1] or "0", match[2], match[3] or match[4] or match[5]
     top = int(whole + fixed + repeated) - int(whole + fixed)
     return rf"\frac{{{top}}}{{{(10 ** len(repeated) - 1) * 10 ** len(fixed)}}}"
 
 
 def _root(match: re.Match[str]) -> str:
-    """Return the LaTeX notation of a root that is written with a root sign."""
+    """Return the LaTeX notation of a matched root, such as √2."""
     degree = {"√": "", "∛": "[3]", "∜": "[4]"}[match[1]]
     return rf"\sqrt{degree}{{{match[2] or match[3] or match[4]}}}"

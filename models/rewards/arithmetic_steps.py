@@ -19,11 +19,12 @@ _ANSWER: Final = re.compile(r"####\s*(-?\d{1,9})")
 
 
 def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) -> list[float]:
-    """Return -1 for each step that is miscalculated or does not follow from the problem and the step before it, else 0.
+    """Return, for each step of a solution, -1 if it is miscalculated or does not follow from the problem and the step
+    before it, else 0.
 
-    A step after a wrong step is checked against the result written in the wrong step, so one mistake is flagged once.
-    The answer must equal the last result, and there must be as many steps as the problem has changes. Text that is
-    neither a step nor an answer is wrong.
+    Each step is checked against the result that the step before it states, so a single mistake is flagged only once.
+    There must be one step for each change in the problem, and the final answer must equal the result of the last step.
+    Text that is neither a step nor an answer is wrong.
     """
     start, changes = _read(prompt)
     result, done = start, 0
@@ -42,7 +43,7 @@ def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) 
 
 
 def _read(prompt: str) -> tuple[int, list[str]]:
-    """Return the initial number in a problem, and its changes, such as `+3` and `-4`.
+    """Return the initial number in an arithmetic problem, and the changes to it, such as `+3` and `-4`.
 
     Raises ValueError if the prompt is not an arithmetic problem.
     """
@@ -56,5 +57,5 @@ def _read(prompt: str) -> tuple[int, list[str]]:
 
 
 def _sum(step: re.Match[str]) -> int:
-    """Return the correct result of a step, computed from its operands."""
+    """Return the correct result of the calculation in a step, computed from its two operands."""
     return int(step[1]) + (int(step[3]) if step[2] == "+" else -int(step[3]))

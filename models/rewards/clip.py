@@ -32,10 +32,10 @@ OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def clip_reward(config: ClipReward) -> PictureReward:
-    """Return a reward function for the last picture of a completion: its similarity to the prompt, or the output of a
-    head.
+    """Return a reward function that scores the last image of a completion with a CLIP model: by its similarity to the
+    prompt or, if configured, by the output of a head on its embedding.
 
-    Pictures are scored one at a time in float32. Raises BadInput if the model or the head cannot be loaded.
+    Images are scored one at a time in float32. Raises BadInput if the model or the head cannot be loaded.
     """
     scorer = _Scorer(config.path)
     head = None if config.head is None else _load_head(config.head, width=scorer.width)
@@ -55,7 +55,7 @@ def clip_reward(config: ClipReward) -> PictureReward:
 
 
 class _Scorer:
-    """CLIP model with its image processor and tokenizer, which embeds texts and pictures."""
+    """CLIP model with its image processor and tokenizer, which embeds texts and images."""
 
     def __init__(self, path: Path) -> None:
         """Load the model and test it. Raises BadInput if it cannot be loaded or does not fit its image processor."""
@@ -82,7 +82,7 @@ class _Scorer:
         return _normalize(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
 
     def image(self, image: Image.Image) -> Tensor:
-        """Embed a picture as a unit vector."""
+        """Embed an image as a unit vector."""
         pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
         return _normalize(self._model.get_image_features(pixels).pooler_output[0])
 
@@ -93,7 +93,7 @@ def _normalize(embedding: Tensor) -> Tensor:
 
 
 def _find_directory(path: Path) -> Path:
-    """Return the local directory of the model. Raises BadInput if it does not contain a CLIP model."""
+    """Return the local directory of the CLIP model. Raises BadInput if the directory does not contain a CLIP model."""
     here = fetch_path(path)
     if not here.is_dir():
         raise missing_directory_error(WHERE, path)
@@ -112,7 +112,7 @@ def _find_directory(path: Path) -> Path:
 
 
 def _unusable_model(path: Path, fault: str) -> BadInput:
-    """Return the error for a directory without a usable CLIP model."""
+    """Return the error for a directory that does not contain a usable CLIP model. `fault` is the reason."""
     return BadInput(
         f"{WHERE} {format_path(path)} is not a usable CLIP model: {fault}. Use a complete CLIP model with its image "
         "processor and tokenizer."
@@ -120,9 +120,10 @@ def _unusable_model(path: Path, fault: str) -> BadInput:
 
 
 def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
-    """Load a head that consists of linear layers without activations, like LAION's aesthetic predictors.
+    """Load a head that computes a score from an embedding of size `width`. The head consists of linear layers without
+    activations, like LAION's aesthetic predictors.
 
-    `width` is the size of the embedding. Raises BadInput if the layers do not map `width` numbers to one number.
+    Raises BadInput if the layers do not map `width` numbers to one number.
     """
     where = f"reward 'clip': head {format_path(path)}"
     try:

@@ -43,22 +43,22 @@ def check():
 
 check()
 """
-"""Program that runs a solution and then each test statement. It reports which statements passed together with a secret
-key, which the solution does not know and therefore cannot fake."""
+"""Program that runs a solution and then each test statement. It reports which statements passed, together with a secret
+key. The solution does not know the key, so it cannot fake a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """Python tests of a problem: statements that are run after the solution, in order."""
+    """Python tests of a problem: statements that are run in order after the solution."""
 
     sources: tuple[tuple[str, bool], ...]
-    """Source of each statement, and whether it is a test. A test passes if it raises nothing. Other statements prepare
-    tests."""
+    """Source of each statement, and whether the statement is a test. A test passes if it raises no exception. Other
+    statements only prepare the tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputOutput:
-    """Input-output test of a problem: the text that a solution reads on stdin, and the expected output."""
+    """Input-output test of a problem: a text for the solution's stdin, and the expected output."""
 
     input: str
     output: str
@@ -71,8 +71,8 @@ Tests = Statements | tuple[InputOutput, ...]
 def read_tests(answer: str) -> Tests:
     """Parse the tests of a problem: a JSON list of `{"input", "output"}`, or Python code.
 
-    Each top-level `assert` is a test. Python code without one is a single test. Raises ValueError if the text has no
-    tests or is neither JSON nor Python.
+    Each top-level `assert` statement is a test. Python code without such a statement is a single test. Raises
+    ValueError if the text has no tests or is neither JSON nor Python.
 
     >>> read_tests('assert f(1) == 2').sources
     (('assert f(1) == 2', True),)
@@ -105,7 +105,7 @@ def read_tests(answer: str) -> Tests:
 
 
 class CodeJudge:
-    """Runner of the unit tests of all code rewards, with one sandbox per reward."""
+    """Runner of the tests of all code rewards. Each code reward has a separate sandbox."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
         self._judges = {
@@ -134,18 +134,16 @@ class CodeJudge:
             programs.close()
 
     def judge(self, cases: Sequence[Case]) -> dict[str, list[Judgement]]:
-        """Run the tests on completions in order, and return the scores by reward term.
-
-        Raises WorkerLost if a sandbox is repeatedly killed from outside.
-        """
+        """Run the tests on completions in order. Returns the scores of the completions for each reward term. Raises
+        WorkerLost if a sandbox is repeatedly killed from outside."""
         return {
             term: [self._judgement(reward, programs, case) for case in cases]
             for term, (reward, programs) in self._judges.items()
         }
 
     def _judgement(self, reward: CodeReward, programs: Programs, case: Case) -> Judgement:
-        """Return the score of one completion: 1 or 0 for all tests together, or the share of passed tests, as the
-        reward is configured."""
+        """Run the tests on one completion and return its score. As configured, the score is 1 only if all tests pass,
+        or the share of passed tests."""
         try:
             passed = [*_passed(programs, find_last_code(case.completion), read_tests(case.answer), value=reward.value)]
         except (ValueError, SandboxFailed) as error:
@@ -164,7 +162,7 @@ def check_code(scoring: ScoringConfig) -> None:
 
 
 def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -> Iterator[bool]:
-    """Run the tests on the code and yield for each test whether it passed. Without code, yield False once.
+    """Run the tests on the code, and yield for each test whether it passed. If `code` is None, yield False once.
 
     After a test that runs too long, the remaining tests count as failed. With `value="all"`, input-output tests stop at
     the first failure.
@@ -185,9 +183,9 @@ def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -
 
 
 def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool]:
-    """Run all statements in one process, and yield for each test whether it passed.
+    """Run the solution and all test statements in one process, and yield for each test whether it passed.
 
-    The process must report results with a secret key, so code that only exits the process does not pass.
+    The process must report its results with a secret key, so a solution that only exits the process does not pass.
     """
     key = secrets.token_hex(16)
     stdin = json.dumps([key, tests.sources])
@@ -199,5 +197,6 @@ def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines by which outputs are compared: without trailing white space and empty lines at the end."""
+    """Return the lines of an output for comparison, without trailing white space in each line and without empty lines
+    at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -12,29 +12,31 @@ from models.text.steps import Spans
 
 
 def read_turns(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
-    """Read the turns of each completion in a rollout table. A completion that is not an episode has none."""
+    """Read the records of the turns of each completion in a rollout table. A completion that is not an episode has no
+    turns."""
     return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
 
 
 def find_turn_starts(turns: Sequence[TurnRecord]) -> tuple[int, ...]:
-    """Return the index of the first token of each turn. An observation belongs to the turn before it."""
+    """Return the index of the first token of each turn. The observation after a turn belongs to this turn."""
     lengths = [turn.tokens + turn.observation for turn in turns]
     return tuple(accumulate(lengths[:-1], initial=0)) if lengths else ()
 
 
 def find_failures(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
-    """Return the error of each episode's environment, or None if the environment did not fail."""
+    """Return, for each episode, the error with which its environment failed, or None if it did not fail."""
     return [next((turn.error for turn in turns if turn.error is not None), None) for turns in episodes]
 
 
 def environment_rewards(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
-    """Return the environment's reward for each episode, or for each of its turns. If the environment returned none, the
-    reward is 0."""
+    """Return the reward that the environment gave to each episode or, as configured, to each of its turns. If the
+    environment gave no reward, the reward is 0."""
     return [_read_reward(turns, reward) for turns in episodes]
 
 
 def _read_reward(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement | Spans:
-    """Return the reward of one episode, or the discounted returns of its turns if the reward scores turns."""
+    """Return the environment's reward of one episode. If the reward scores turns, return the discounted sum of rewards
+    from each turn on."""
     numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
     if reward.per == "completion":
         return Judgement(sum(numbers) if reward.aggregate == "sum" else numbers[-1], None)
@@ -42,7 +44,7 @@ def _read_reward(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judg
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
-    """Return the discounted return of each turn: its own reward plus gamma times the return of the next turn.
+    """Return the discounted return of each turn: the turn's reward plus gamma times the return of the next turn.
 
     >>> returns_to_go([1.0, 0.0, 4.0], 0.5)
     (2.0, 2.0, 4.0)

@@ -27,24 +27,26 @@ from models.rollouts.groups import ChatMessage
 from models.text.steps import Spans, StepValues, split_steps
 
 Value = float | StepValues | Spans
-"""Score of a reward for one completion: a number, or one number for each step, token or turn."""
+"""Score that a reward gives to one completion: a number, or one number for each step, token or turn."""
 NO_TOKEN_TEXTS: Final = "the completion's tokens do not spell its text"
-"""Reason why the rewards of steps or tokens are missing: the tokens do not decode to the completion's text."""
+"""Reason for missing scores of steps or tokens: the completion's tokens, decoded separately, do not add up to its
+text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One completion, with all data that a reward function may receive."""
+    """Completion to score, with all data that a reward function may receive."""
 
     prompt: str
     completion: str
     answer: str
     tokens: tuple[str, ...] | None = None
-    """Texts of the completion's tokens, or None if they are not needed or do not decode to the completion."""
+    """Text of each token of the completion, or None if no reward needs the texts or if they do not add up to the
+    completion."""
     where: str = "a completion"
     """Name of the completion in error messages, such as its shard and row."""
     images: tuple[str, ...] = ()
-    """Digests of the images that reward functions receive."""
+    """Digests of the images that are passed to reward functions."""
     messages: tuple[ChatMessage, ...] = ()
     """Messages of an episode, starting with the messages of the prompt. Empty if the completion is not an episode."""
     turns: tuple[int, ...] = ()
@@ -52,7 +54,7 @@ class Case:
 
     @property
     def chat(self) -> list[ChatMessage]:
-        """Prompt and completion as chat messages."""
+        """Prompt and completion as chat messages, as reward functions receive them."""
         if self.messages:
             return list(self.messages)
         texts = {"user": self.prompt, "assistant": self.completion}
@@ -60,17 +62,18 @@ class Case:
 
     @property
     def turn_texts(self) -> list[str]:
-        """Text that the policy generated in each turn."""
+        """Texts that the policy generated, one for each turn of the episode."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
 
 OURS = "models.rewards."
-"""Prefix of the module names of this project's reward functions, as opposed to users' functions."""
+"""Prefix of the module names of Rheostat's built-in reward functions. Functions of other modules are the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Raw scores of all rule rewards for one completion (None if missing), and the first error as `term: reason`."""
+    """Raw scores of one completion by all rule rewards (rewards that are functions), in the configured order. A missing
+    score is None. `error` is the first error as `term: reason`, or None."""
 
     values: tuple[Value | None, ...]
     error: str | None
@@ -78,14 +81,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Group of reward functions that run in the same process, with the client of that process."""
+    """Reward functions that run in the same process, with the handle of that process."""
 
     functions: tuple[RunFunction, ...]
     place: RestartingProcess[FunctionProcess]
 
 
 class Evaluator:
-    """Client of the processes that run reward functions. It starts a process when needed, and again after the process
+    """Client of the processes that run reward functions. A process is started when needed, and started again after it
     has ended."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
@@ -106,17 +109,17 @@ class Evaluator:
                 self._parts[ours] = _Part(tuple(there), RestartingProcess(start, what=what))
 
     def start(self) -> None:
-        """Start the processes and import the reward functions. Raises BadInput if a reward cannot be used."""
+        """Start the processes, and let them import the reward functions. Raises BadInput if a reward cannot be used."""
         for part in self._parts.values():
             part.place.start()  # start all processes before waiting for one
         for part in self._parts.values():
             part.place.ready()
 
     def evaluate(self, cases: Sequence[Case], media: ImageSource | None = None) -> list[Verdict]:
-        """Score completions in order.
+        """Score completions in order with all rule rewards.
 
         A completion that hangs or crashes a process takes up to twice `timeout_seconds`, plus two process starts.
-        `media` returns the images of the completions. Images are read only for functions that accept images. Raises
+        `media` provides the images of the completions, which are read only for functions that accept images. Raises
         WorkerLost if processes are repeatedly killed from outside.
         """
         verdicts = []
@@ -132,8 +135,8 @@ class Evaluator:
         return verdicts
 
     def try_images(self, case: Case, media: ImageSource) -> str | None:
-        """Call the reward functions that accept images once, with one completion. Return the first error as `term:
-        reason`, or None."""
+        """Score one completion with each reward function that accepts images, to test that images are handled. Return
+        the first error as `term: reason`, or None."""
         self.start()
         self._media = media
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
@@ -149,7 +152,7 @@ class Evaluator:
         return None
 
     def find_terms_without_images(self) -> list[str]:
-        """Return the names of the reward terms whose functions do not accept images."""
+        """Return the names of the reward terms whose functions have no parameter `images`."""
         self.start()
         pairs = zip(self._functions, self._scoring.rule_terms, strict=True)
         parts = [(self._parts[_is_ours(function)], function, term) for function, term in pairs]
@@ -160,13 +163,13 @@ class Evaluator:
         ]
 
     def close(self) -> None:
-        """Kill the processes and their child processes."""
+        """Kill the processes that run reward functions, and their child processes."""
         for part in self._parts.values():
             part.place.close()
 
     def _score_case(self, case: Case) -> Verdict:
-        """Score one completion by all rules. After a rule has ended its process, the scores of the remaining rules are
-        missing."""
+        """Score one completion with all rule rewards. If a reward ends its process, the scores of this and the
+        remaining rewards are missing."""
         values: list[Value | None] = []
         errors: list[str] = []
         seconds_left = self._scoring.timeout_seconds
@@ -186,8 +189,11 @@ class Evaluator:
     def _compute_value(
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
-        """Return the score of one rule and the seconds that the call took. If the score is missing, return None and the
-        reason instead. `left` is the remaining time in seconds."""
+        """Score one completion with one rule reward. Returns the score or None, the reason if the score is missing, and
+        the seconds that the call took.
+
+        `left` is the number of seconds that the call may take.
+        """
         if not rule.scores_parts:
             result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
@@ -207,8 +213,8 @@ class Evaluator:
         return value, result.reason, result.seconds
 
     def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
-        """Split a completion into steps. If the user's pattern could take very long, this is done in a process that can
-        be killed."""
+        """Split a completion into steps. If the user's pattern could take very long, the completion is split in a
+        process that can be killed."""
         if not steps.may_hang:
             return split_steps(case.completion, steps)
         result = self._call_function(_build_cut_function(steps), case, left=self._scoring.timeout_seconds, expected=-1)
@@ -226,9 +232,12 @@ class Evaluator:
         named: Mapping[str, list[str]] | None = None,
         expected: int | None = None,
     ) -> CallResult:
-        """Call a reward function. If its process may have ended for an external reason, call it again in a new process.
+        """Call a reward function in its process. If the process may have ended for an external reason, call the
+        function again in a new process.
 
-        Raises ProcessEnded if the function itself ended the process, and WorkerLost after `MAX_ENDS` ends.
+        `left` is the time limit in seconds, `named` are additional arguments by name, and `expected` is the number of
+        values that the function must return. Raises ProcessEnded if the function itself ended the process, and
+        WorkerLost after `MAX_ENDS` ends.
         """
         part = self._parts[_is_ours(function)]
         texts, ends = (case.prompt, case.completion, case.answer), list[str]()
@@ -250,10 +259,7 @@ class Evaluator:
             except ProcessEnded as end:
                 part.place.close()
                 if end.cause == "time":
-                    end.args = (
-                        f"the reward returned no score within {self._scoring.timeout_seconds:g} s "
-                        "(scoring.timeout_seconds)",
-                    )
+                    end.args = (f"the reward returned no score within {self._scoring.timeout_seconds:g} s",)
                 ends.append(end.cause)
                 if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     raise
@@ -261,7 +267,7 @@ class Evaluator:
                     raise _score_failed(function, case, ends) from end
 
     def _read_images(self, case: Case) -> list[bytes]:
-        """Read the images of a completion, by their digests, as encoded files."""
+        """Return the encoded images of a completion, in the order of its digests."""
         if not case.images:
             return []
         assert self._media is not None, "cases with images need a media store"
@@ -269,8 +275,8 @@ class Evaluator:
 
 
 def check_rewards(scoring: ScoringConfig) -> None:
-    """Raise BadInput if a reward function cannot be built or imported. The message suggests the nearest name if there
-    is one."""
+    """Raise BadInput if a reward function cannot be built or imported. If a name is misspelled, the message suggests
+    the most similar one."""
     for rule in scoring.built_in_rules:
         build_reward(rule)
     targets = [rule for rule in scoring.rules if rule.brings_code]
@@ -283,8 +289,8 @@ def check_rewards(scoring: ScoringConfig) -> None:
 
 
 def check_image_parameters(scoring: ScoringConfig) -> None:
-    """Raise BadInput if a user's reward function has no parameter `images`, for runs whose policy generates
-    pictures."""
+    """Raise BadInput if the policy's completions are images, but a user's reward function has no parameter `images`.
+    Call this only for policies that generate images."""
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if not targets:
         return
@@ -301,7 +307,8 @@ def check_image_parameters(scoring: ScoringConfig) -> None:
 
 
 def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
-    """Return the error for a completion whose scoring was repeatedly ended, with advice. `ends` lists the causes."""
+    """Return the error, with advice, for a completion whose scoring process ended repeatedly. `ends` contains the cause
+    of each end."""
     times = f"{len(ends)} times in a row ({', '.join(ends)})"
     return WorkerLost(
         f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "
@@ -311,14 +318,12 @@ def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> Wor
 
 
 def _is_ours(function: RunFunction) -> bool:
-    """Return whether a reward function belongs to this project and not to the user."""
+    """Return whether a reward function is built into Rheostat, as opposed to a user's function."""
     return function.target.startswith(OURS)
 
 
 def _build_cut_function(steps: Segmentation) -> RunFunction:
-    """Return a reference to the function that splits completions into steps by the pattern of `steps`.
-
-    The process that runs reward functions imports the function by this reference.
-    """
+    """Return a reference to a function that splits completions into steps by the pattern in `steps`. The process that
+    runs reward functions imports the function through this reference."""
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:load_segmentation", where="steps", options=settings, made=True)

@@ -6,7 +6,7 @@ from typing import Any, Final
 import sympy
 
 MAX_DIGITS: Final = 100_000
-"""Maximum number of digits of the numbers in an evaluation, including intermediate results. As an example, 20000! has
+"""Maximum number of digits of any number in an evaluation, including intermediate results. For comparison, 20000! has
 77,338 digits."""
 
 MAX_ROOT_DIGITS: Final = 1000
@@ -14,7 +14,7 @@ MAX_ROOT_DIGITS: Final = 1000
 slow."""
 
 MAX_TERMS: Final = 200
-"""Maximum number of terms of a sum after its powers and products are expanded."""
+"""Maximum number of terms of a sum after powers and products are expanded."""
 
 _MOST: Final = 6.0  # digits of an exponent above which an expression is rejected
 _SUMMAND: Final = 20.0  # assumed cost, in digits, of each term of a sum or product with limits
@@ -23,15 +23,15 @@ Expression = Any  # sympy's classes, including matrices, or a text; sympy has no
 
 
 class _TooLarge(Exception):
-    """Raised when evaluating an expression would need too much time or memory."""
+    """Raised when the evaluation of an expression would need too much time or memory."""
 
 
 def can_evaluate(expression: Expression, *, bounds_roots: bool = True) -> bool:
-    """Return whether evaluating and expanding an expression stays within the limits. The check itself evaluates
-    nothing.
+    """Return whether an expression can be evaluated and expanded within the limits of this module. The check itself
+    evaluates nothing.
 
-    `bounds_roots` is false in version 1 of the comparison, which does not use the value of a constant exponent and
-    therefore rejects more expressions.
+    If `bounds_roots` is false, the value of a constant exponent is not used, so more expressions are rejected. Version
+    1 of the mathematics reward uses this.
     """
     if isinstance(expression, str):
         return True
@@ -43,13 +43,13 @@ def can_evaluate(expression: Expression, *, bounds_roots: bool = True) -> bool:
 
 
 def _parts(expression: Expression) -> list[Expression]:
-    """Return the elements of a matrix, or the arguments of a function or operator."""
+    """Return the direct sub-expressions: the elements of a matrix, or the arguments of a function or operator."""
     return list(expression.flat()) if isinstance(expression, sympy.MatrixBase) else list(expression.args)
 
 
 def _digits(expression: Expression, *, bounds_roots: bool = False) -> float:
-    """Return an upper bound on the digits of an expression's value and of all intermediate values. A symbol counts as
-    one digit.
+    """Return an upper bound of the number of digits of an expression's value and of all intermediate values. A symbol
+    counts as one digit.
 
     Raises _TooLarge if the bound exceeds `MAX_DIGITS`.
     """
@@ -66,8 +66,8 @@ def _digits(expression: Expression, *, bounds_roots: bool = False) -> float:
 
 
 def _of_atom(atom: Expression) -> float:
-    """Return the digits of a number (log10 of the larger of numerator and denominator), or 1 for a symbol. Raises
-    _TooLarge if the number is not finite."""
+    """Return the number of digits of a number (log10 of the larger of numerator and denominator), or 1 for a symbol.
+    Raises _TooLarge if the number is not finite."""
     if isinstance(atom, sympy.Rational):
         largest = max(abs(atom.p), atom.q)
         return 0.0 if largest == 1 else largest.bit_length() * log10(2)
@@ -80,10 +80,10 @@ def _of_atom(atom: Expression) -> float:
 
 
 def _of_root(power: Expression, base: float) -> float:
-    """Return an upper bound on the digits of a power with a constant rational exponent. `base` is the bound for its
-    base.
+    """Return an upper bound of the number of digits of a power with a constant rational exponent. `base` is the bound
+    of the power's base.
 
-    Raises _TooLarge if the base is too large for its roots to be simplified.
+    Raises _TooLarge if the base has too many digits for its roots to be simplified.
     """
     if power.exp.q > 1 and base > MAX_ROOT_DIGITS:
         raise _TooLarge
@@ -91,7 +91,8 @@ def _of_root(power: Expression, base: float) -> float:
 
 
 def _of_parts(expression: Expression, digits: list[float]) -> float:
-    """Return an upper bound on the digits of an expression, given the bounds of its parts.
+    """Return an upper bound of the number of digits of an expression, given the bounds of its sub-expressions
+    (`digits`).
 
     Raises _TooLarge if the bound is too large.
     """
@@ -120,19 +121,19 @@ def _of_parts(expression: Expression, digits: list[float]) -> float:
 
 
 def _is_root(exponent: Expression) -> bool:
-    """Return whether an exponent contains a fraction, so that the power is a root."""
+    """Return whether a power with this exponent is a root, because the exponent contains a fraction."""
     return any(isinstance(part, sympy.Rational) and part.q > 1 for part in sympy.preorder_traversal(exponent))
 
 
 def _size(digits: float) -> float:
-    """Return 10 to the power of `digits`. Raises _TooLarge if `digits` exceeds `_MOST`."""
+    """Return 10 to the power of `digits`. Raises _TooLarge if `digits` exceeds the constant `_MOST`."""
     if digits > _MOST:
         raise _TooLarge
     return float(10**digits)
 
 
 def _terms(expression: Expression) -> int:
-    """Return an upper bound on the terms of a sum after its powers and products are expanded.
+    """Return an upper bound of the number of terms of an expression after its powers and products are expanded.
 
     Raises _TooLarge if the bound exceeds `MAX_TERMS`.
     """

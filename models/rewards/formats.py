@@ -20,16 +20,14 @@ from models.rewards.rules import Reward
 
 _CODE_BLOCK: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _CACHED_SCHEMAS: Final = 256
-"""Maximum number of JSON schemas from reference answers whose validators a process caches."""
+"""Maximum number of validators that a process caches for JSON schemas given in reference answers."""
 
 Validator = Any  # a class that jsonschema generates
 
 
 def json_schema_reward(config: JsonSchemaReward) -> Reward:
-    """Return a reward function: 1 if the completion is a JSON document that conforms to the schema, else 0.
-
-    Raises BadInput if `json_schema` is not a valid schema.
-    """
+    """Return a reward function whose score is 1 if the completion is a JSON document that conforms to the schema, else
+    0. Raises BadInput if the configured `json_schema` is not a valid schema."""
     common = None
     if config.json_schema is not None:
         try:
@@ -63,10 +61,8 @@ def _read_schema(text: str) -> Validator:
 
 
 def _build_validator(schema: JsonValue) -> Validator:
-    """Return a validator for a JSON schema. Addresses in `$ref` are not downloaded.
-
-    Raises ValueError if the schema is invalid.
-    """
+    """Return a validator for a JSON schema. Schemas to which `$ref` points by an address are not downloaded. Raises
+    ValueError if the schema is invalid."""
     if not isinstance(schema, dict | bool):
         raise ValueError(f"a JSON schema must be a JSON object, found {type(schema).__name__} {schema!r:.60}")
     kind = validator_for(schema, default=Draft202012Validator)
@@ -78,13 +74,14 @@ def _build_validator(schema: JsonValue) -> Validator:
 
 
 def _find_document(completion: str) -> str:
-    """Return the content of the last code block, or the whole completion if it has none."""
+    """Return the content of the last Markdown code block in a completion, or the whole completion if it has no code
+    block."""
     blocks = _CODE_BLOCK.findall(completion)
     return cast(str, blocks[-1]) if blocks else completion
 
 
 def _parse_json(text: str) -> JsonValue:
-    """Parse JSON strictly: NaN, infinity and repeated keys raise ValueError too."""
+    """Parse JSON strictly. NaN, infinity and repeated keys raise ValueError, like other invalid JSON."""
 
     def build_object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
         keys = [key for key, _ in pairs]
@@ -99,8 +96,8 @@ def _parse_json(text: str) -> JsonValue:
 
 
 def length_reward(config: LengthReward) -> Reward:
-    """Return a reward function: 1 if the length is within the limits, falling linearly to 0 at the distance `margin`
-    outside of them."""
+    """Return a reward function whose score is 1 if the length of the completion is within the limits. Outside of the
+    limits, the score falls linearly and is 0 from the distance `margin` on."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
         """Return 1 for a length within the limits, else a number from 0 to 1 that falls with the distance."""
@@ -113,14 +110,14 @@ def length_reward(config: LengthReward) -> Reward:
 
 
 def _measure(text: str, unit: str) -> int:
-    """Return the length of a text in words, characters or lines with text."""
+    """Return the length of a text in the given unit: words, characters, or lines that are not blank."""
     if unit == "characters":
         return len(text)
     return len(text.split()) if unit == "words" else sum(bool(line.strip()) for line in text.splitlines())
 
 
 def repetition_reward(config: RepetitionReward) -> Reward:
-    """Return a reward function that computes the share of different word sequences among all word sequences of the
+    """Return a reward function whose score is the share of distinct word n-grams among all word n-grams of the
     completion."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -133,10 +130,8 @@ def repetition_reward(config: RepetitionReward) -> Reward:
 
 
 def language_reward(config: LanguageReward) -> Reward:
-    """Return a reward function: 1 if the completion is written in the configured language, else 0.
-
-    Raises BadInput if py3langid is not installed or does not know the language.
-    """
+    """Return a reward function whose score is 1 if the completion is written in the configured language, else 0. Raises
+    BadInput if py3langid is not installed or does not support the language."""
     require_package("py3langid", "py3langid", f"reward {config.kind!r}")
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 

@@ -21,17 +21,17 @@ from models.rewards.expression_size import MAX_DIGITS, Expression, can_evaluate
 from models.rewards.numerals import read_unit
 
 MAX_NESTING: Final = 100
-"""Maximum nesting depth of brackets in a text that is parsed."""
+"""Maximum nesting depth of brackets in a text that is searched for formulas."""
 
 MAX_FORMULA_NESTING: Final = 30
-"""Maximum nesting depth of brackets in a final answer."""
+"""Maximum nesting depth of brackets in a text that is parsed as one formula."""
 
 MAX_FORMULA: Final = 1000
 """Maximum number of characters of a text that is parsed as one formula."""
 
 MAX_SEARCHED: Final = 20_000
-"""Maximum number of characters that are searched, counted from the end of a text. The time for the search grows with
-the square of this number."""
+"""Maximum number of characters that are searched for formulas. Of a longer text, only the end is searched, because the
+time grows with the square of the length."""
 
 _NORMALIZATION: Final = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
@@ -44,7 +44,7 @@ _UNIT: Final = re.compile(
     re.DOTALL,
 )
 _ROW: Final = re.compile(r"\d\s+\.?\d|\d\.\d+\.\d|\.\d+\.\d")
-"""Pattern for several numbers in a row, such as 2 3 or 192.168.0.1. A parser of formulas would read them as a
+"""Pattern of several numbers in a row, such as 2 3 or 192.168.0.1. The formula parser would wrongly read them as a
 product."""
 
 _ARGUMENTS: Final = re.compile(r"\\(?:[dtc]?frac|t?binom)\s*\d\s*\d|[_^]\s*\d")
@@ -65,7 +65,7 @@ _MULTIPLE: Final = re.compile(r"\d+(?:\.\d+)?\s*(?:\\cdot\s*|\*\s*)?\\?[a-zA-Z]|
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Parsed formula, with its text and its unit."""
+    """Parsed formula, with its LaTeX text and the words of its unit."""
 
     text: str
     expression: Expression
@@ -73,14 +73,19 @@ class Formula:
 
 
 def read_formula(text: str) -> list[Formula]:
-    """Parse a whole text as one formula with an optional unit. Returns an empty list if the text is not a formula."""
+    """Parse a whole text as one formula with an optional unit. Returns a list with this formula, or an empty list if
+    the text is not a formula."""
     bare, unit = split_unit(text)
     expression = parse_formula(bare)
     return [] if expression is None else [Formula(bare, expression, unit)]
 
 
 def find_formulas(text: str, *, in_latex: bool = False) -> list[Formula]:
-    """Find the last formula in a text as math-verify does. With `in_latex`, search only between LaTeX delimiters."""
+    """Find the last formula in a text with math-verify. If `in_latex` is set, only text between LaTeX delimiters is
+    searched.
+
+    The list may contain several parsed forms of the formula. It is empty if no formula is found.
+    """
     text = text[-MAX_SEARCHED:]
     if not can_parse(text):
         return []
@@ -96,8 +101,8 @@ def find_formulas(text: str, *, in_latex: bool = False) -> list[Formula]:
 
 
 def spelling_of(text: str) -> str:
-    """Return a formula without spaces and without commands for the size of brackets, so that two formulas can be
-    compared as text."""
+    """Return the text of a formula without spaces and without commands for the size of brackets, so that formulas can
+    be compared as text."""
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|~", " ", text)
     text = re.sub(r"\{(\w)\}", r" \1 ", text)
     return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"\s+", " ", text))
@@ -105,8 +110,8 @@ def spelling_of(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def parse_formula(text: str) -> Expression | None:
-    """Parse a whole text as one formula in LaTeX. Returns None if it is not a formula, or contains words or symbols
-    without meaning.
+    """Parse a whole text as one formula in LaTeX. Returns None if the text is not a formula, or contains words or
+    unknown symbols.
 
     Lower-case and upper-case letters are different variables.
     """
@@ -134,7 +139,8 @@ def parse_formula(text: str) -> Expression | None:
 
 
 def split_unit(text: str) -> tuple[str, frozenset[str]]:
-    """Split a formula in LaTeX, such as 2\\sqrt{3} \\text{ cm}, into the formula and its unit."""
+    r"""Split a LaTeX formula with a unit, such as 2\sqrt{3} \text{ cm}, into the formula and the words of its unit.
+    Without a unit, the set of words is empty."""
     match = _UNIT.fullmatch(text.strip()) if len(text) <= MAX_FORMULA else None
     if match is None:
         return text, frozenset()
@@ -150,7 +156,8 @@ def has_multiple_on_left(text: str) -> bool:
 
 
 def _with_imaginary_unit(text: str, expression: Expression) -> Expression:
-    """Return an expression in which the variable i is replaced by the imaginary unit, unless i is an index."""
+    """Replace the variable i in an expression by the imaginary unit, unless i is an index of a sum, product or
+    integral. `text` is the text of the expression."""
     is_index = re.search(r"\\(?:sum|prod|int)", text) is not None
     if (
         is_index
@@ -163,7 +170,8 @@ def _with_imaginary_unit(text: str, expression: Expression) -> Expression:
 
 
 def _flip_chain(text: str) -> str:
-    """Return a chain of two relations, such as 2 > x > -1, with the smallest side first."""
+    """Rewrite a chain of two "greater than" relations, such as 2 > x > -1, as -1 < x < 2. Other texts are returned
+    unchanged."""
     parts = _GREATER.split(text)
     if len(parts) != 5 or re.search(r"<|\\l(?:t|eq?)(?![A-Za-z])|,", text):
         return text
@@ -172,17 +180,21 @@ def _flip_chain(text: str) -> str:
 
 
 def _use_fraction(match: re.Match[str]) -> str:
-    """Return a matched power, such as x^{0.5}, with its decimal exponent written as a fraction."""
+    """Return a matched decimal exponent, such as ^{0.5}, written as a fraction."""
     return rf"^{{{match[1]}\frac{{{int(match[2] + match[3])}}}{{{10 ** len(match[3])}}}}}"
 
 
 def _use_radians(match: re.Match[str]) -> str:
-    """Return a matched function of an angle in degrees, rewritten with the angle in radians."""
+    """Return a matched trigonometric function of an angle in degrees, with the angle converted to radians."""
     return rf"\{match[1]}{{\left(\frac{{{match[2] or match[3]} \pi}}{{180}}\right)}}"
 
 
 def can_parse(completion: str, max_nesting: int = MAX_NESTING) -> bool:
-    """Return whether the parser can handle a completion. Checks the last box, or the whole text if there is no box."""
+    r"""Return whether a completion can be parsed for formulas in reasonable time: brackets are not nested too deeply,
+    and numbers are not too large.
+
+    Only the text from the last LaTeX \boxed command on is checked, or the whole text if there is no such command.
+    """
     text = completion[max(0, completion.rfind(r"\boxed")) :]
     if any(_nesting(text, *pair) > max_nesting for pair in ("{}", "()", "[]")) or _DIVISORS.search(text):
         return False

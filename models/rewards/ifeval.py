@@ -20,10 +20,10 @@ from models.rewards.instructions import INSTRUCTIONS, read_arguments
 from models.rewards.rules import Reward
 
 _CACHED: Final = 256
-"""Maximum number of reference answers whose checks a process caches."""
+"""Maximum number of reference answers whose parsed checks a process caches."""
 
 Checks = tuple[Callable[[str], bool], ...]
-"""Checks of a completion, one for each instruction."""
+"""Functions that check whether a completion follows an instruction, one for each instruction of a prompt."""
 
 RLVR_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, JsonValue]]]] = {
     "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
@@ -80,12 +80,13 @@ RLVR_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Js
     "validate_quotation": ("startend:quotation", {}, {}),
     "validate_no_commas": ("punctuation:no_comma", {}, {}),
 }
-"""Instruction, names of its arguments and their defaults, by the function's name in RLVR-IFeval."""
+"""For each function name of the data set RLVR-IFeval: the name of the corresponding IFEval instruction, the names of
+its arguments, and their default values."""
 
 
 def ifeval_reward(config: IfevalReward) -> Reward:
-    """Return a reward function: the share of the instructions that a completion follows, or 1 if it follows all of
-    them."""
+    """Return a reward function whose score is the share of a prompt's instructions that the completion follows or, as
+    configured, 1 only if it follows all of them."""
     read = lru_cache(_CACHED)(read_checks)
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -100,7 +101,8 @@ def ifeval_reward(config: IfevalReward) -> Reward:
 
 
 def read_checks(answer: str) -> Checks:
-    """Return the checks that a reference answer lists. Raises ValueError if it is in neither of the two forms."""
+    """Parse the instructions in a reference answer, and return one check for each. Raises ValueError if the answer has
+    neither the format of IFEval nor that of RLVR-IFeval."""
     try:
         document = json.loads(answer)
     except ValueError:
@@ -126,7 +128,8 @@ def read_checks(answer: str) -> Checks:
 
 
 def _build_check(name: str, values: JsonValue) -> Callable[[str], bool]:
-    """Return the check of one instruction. Raises ValueError if it or its arguments are invalid."""
+    """Return the check of one IFEval instruction. Raises ValueError if the instruction or one of its arguments is
+    invalid."""
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"the arguments of the instruction {name} must be an object, found {values!r:.40}")
     arguments = read_arguments(name, values or {})
@@ -134,8 +137,8 @@ def _build_check(name: str, values: JsonValue) -> Callable[[str], bool]:
 
 
 def _read_function(document: Mapping[str, JsonValue]) -> Callable[[str], bool]:
-    """Return the check of an instruction of RLVR-IFeval. Raises ValueError if it is unknown or an argument is
-    invalid."""
+    """Return the check of one instruction in the format of RLVR-IFeval. Raises ValueError if the instruction is unknown
+    or an argument is invalid."""
     function = document["func_name"]
     if not isinstance(function, str) or function not in RLVR_FUNCTIONS:
         raise ValueError(
@@ -151,7 +154,7 @@ def _read_function(document: Mapping[str, JsonValue]) -> Callable[[str], bool]:
 
 
 def _read_options(text: str) -> list[JsonValue]:
-    """Return the options in a text, which may be a list in Python or JSON, or be separated by slashes."""
+    """Parse the options in a text, which may be a Python list, a JSON list, or separated by slashes."""
     with suppress(ValueError, SyntaxError):
         options = ast.literal_eval(text)
         if isinstance(options, list | tuple):
@@ -160,8 +163,9 @@ def _read_options(text: str) -> list[JsonValue]:
 
 
 def _loosen(completion: str) -> list[str]:
-    """Return the variants of a completion that IFEval's loose accuracy accepts: without its first line, its last line,
-    both, and each of these without asterisks."""
+    """Return the variants of a completion that IFEval's loose accuracy accepts: the whole completion, and the
+    completion without its first line, without its last line, and without both. Each variant is also included without
+    asterisks."""
     lines = completion.split("\n")
     cut = [completion, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [*cut, *(text.replace("*", "") for text in cut)]

@@ -17,13 +17,13 @@ from infra.validation_errors import nearest
 from models.rewards.packages import require_package
 
 OPTIONS: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-"""Options of `constrained_response`, of which a text must contain one."""
+"""Sentences of the instruction `constrained_response`. A text must contain one of them."""
 MIN_TOLERANCE: Final = 1
 TOLERANCE: Final = 0.1
-"""Share by which a count may differ from the wanted one with the relation "around"."""
+"""Relative difference from the requested count that is allowed if the relation is "around"."""
 
 Check = Callable[..., bool]
-"""Function that returns whether a text follows an instruction. The arguments of the instruction are keyword
+"""Function that returns whether a text follows an instruction. The arguments of the instruction are passed as keyword
 arguments."""
 
 _RELATIONS: Final[dict[str, Callable[[int, int], bool]]] = {
@@ -61,7 +61,8 @@ _TOKEN: Final = re.compile(r"[^\W_]+(?:[-'’.][^\W_]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Kind of instruction: its check, and the types of its arguments by name."""
+    """Kind of instruction, such as "contain these keywords": the function that checks a text, and the types of the
+    instruction's arguments by name."""
 
     check: Check
     arguments: Mapping[str, type] = field(default_factory=dict)
@@ -105,13 +106,14 @@ def _is_lower_english(text: str) -> bool:
 
 
 def identify_language(text: str) -> str:
-    """Return the ISO 639-1 code of the language of a text, which is compared in lower case."""
+    """Return the ISO 639-1 code of the language in which a text is written. The text is converted to lower case for the
+    identification."""
     return str(load_identifier().classify(text.lower())[0])
 
 
 @cache
 def load_identifier() -> Any:  # noqa: ANN401 -- py3langid has no types
-    """Return the language identifier. Raises BadInput if py3langid is not installed."""
+    """Return py3langid's language identifier. Raises BadInput if py3langid is not installed."""
     require_package("py3langid", "py3langid", "reward 'ifeval' with an instruction about the language")
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
@@ -120,7 +122,8 @@ def load_identifier() -> Any:  # noqa: ANN401 -- py3langid has no types
 
 # ---- length
 def count_sentences(text: str) -> int:
-    """Return the number of sentences. Full stops of abbreviations, initials and numbers end no sentence.
+    """Return the number of sentences in a text. Full stops after abbreviations, after initials and in numbers do not
+    end a sentence.
 
     >>> count_sentences("Dr. A. Smith paid 3.50 dollars. Why? Nobody knows")
     3
@@ -146,7 +149,7 @@ def _has_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
 
 
 def _has_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Return whether `***` divides the text into this number of paragraphs, none of which is empty."""
+    """Return whether `***` separates the text into exactly this number of paragraphs without an empty one."""
     paragraphs = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     inner = paragraphs[1:-1] if len(paragraphs) > 1 else []
     return all(inner) and sum(map(bool, paragraphs)) == num_paragraphs
@@ -157,7 +160,8 @@ def _has_words(text: str, *, num_words: int, relation: str) -> bool:
 
 
 def _starts_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Return whether blank lines divide the text into this number of paragraphs and one begins with a word."""
+    """Return whether blank lines separate the text into exactly `num_paragraphs` paragraphs, and the paragraph number
+    `nth_paragraph` begins with `first_word`."""
     paragraphs = [part.strip() for part in text.split("\n\n")]
     if sum(map(bool, paragraphs)) != num_paragraphs or not 0 < nth_paragraph <= num_paragraphs:
         return False
@@ -212,7 +216,7 @@ def _has_title(text: str) -> bool:
 
 # ---- combination, start and end, case, punctuation
 def _has_two_responses(text: str) -> bool:
-    """Return whether `******` divides the text into two different responses."""
+    """Return whether `******` separates the text into two different responses."""
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
@@ -272,20 +276,21 @@ INSTRUCTIONS: Final[Mapping[str, Instruction]] = {
     "change_case:english_lowercase": Instruction(_is_lower_english),
     "punctuation:no_comma": Instruction(_has_no_comma),
 }
-"""The 25 kinds of instructions by their names in google/IFEval."""
+"""All 25 kinds of instructions, by their names in the data set google/IFEval."""
 
 LANGUAGE_INSTRUCTIONS: Final = (
     "language:response_language",
     "change_case:english_capital",
     "change_case:english_lowercase",
 )
-"""Instructions that identify the language of a text."""
+"""Names of the instructions whose check must identify the language of a text."""
 
 
 def read_arguments(name: str, values: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """Return the arguments of an instruction, without those that are null. Whole numbers may be written as floats.
+    """Check the arguments of an instruction, and return them without those that are null. Whole numbers may be written
+    as floats.
 
-    Raises ValueError if the instruction or an argument is unknown, or an argument is missing or has another type.
+    Raises ValueError if the instruction or an argument is unknown, or if an argument is missing or has the wrong type.
     """
     if name not in INSTRUCTIONS:
         raise ValueError(f"{name!r:.60} is not an instruction of IFEval{nearest(name, [*INSTRUCTIONS])}")
@@ -316,7 +321,8 @@ def read_arguments(name: str, values: Mapping[str, JsonValue]) -> dict[str, Any]
 
 
 def _require_keys(name: str, present: Collection[str], types: Collection[str]) -> None:
-    """Raise ValueError if an argument is missing or unknown."""
+    """Raise ValueError if an argument of the instruction `name` is missing or unknown. `present` contains the given
+    arguments, and `types` the required ones."""
     if missing := [key for key in types if key not in present]:
         raise ValueError(f"the instruction {name} needs the argument {missing[0]!r}, which is missing")
     if unknown := [key for key in present if key not in types]:

@@ -3,9 +3,10 @@
 from typing import Final
 
 RANGE: Final = 14
-"""Scale of the reward, in words: at this distance from the preferred length the reward is −`factor`."""
+"""Distance from the preferred length, in words, at which the reward is −`factor`."""
 
 
 def near(prompt: str, completion: str, answer: str, *, items: int, factor: float) -> float:
-    """Return −factor ((n − items) / 14)² for a completion of n words: 0 at the preferred length, else negative."""
+    """Return −factor ((n − items) / 14)² for a completion of n words. The reward is 0 at the preferred length of
+    `items` words, and negative otherwise."""
     return -factor * ((len(completion.split()) - items) / RANGE) ** 2

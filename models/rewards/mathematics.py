@@ -37,36 +37,39 @@ from models.rewards.rules import Reward
 from models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
 
 FEW_ZEROS: Final = 6
-"""Maximum number of zeros directly after the decimal point for which math-verify's default precision is sufficient."""
+"""Number of zeros directly after the decimal point up to which math-verify's default precision is sufficient."""
 
 MAX_ZEROS: Final = 10_000
-"""Maximum number of zeros directly after the decimal point of numbers that are compared."""
+"""Maximum number of zeros directly after the decimal point that increase the precision of a comparison."""
 
 _DELIMITER: Final = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\n")
-"""Pattern for delimiters of mathematics in a text. A reference without delimiters is parsed as one formula."""
+"""Pattern of math delimiters in a text, such as `$`. A reference without delimiters is parsed as one formula."""
 
 # Escaped dollar signs, pound, yen and baht signs, and Unicode's block of currency symbols.
 _CURRENCY: Final = re.compile(r"\\\$|[£¥฿\u20a0-\u20cf]")
 
 _SPACED: Final = re.compile(r"(-?[0-9]{1,3})((?:(?: |\\,|\\ |~)[0-9]{3})+)((?:\.[0-9]+)?)")
-"""Pattern for a number with spaces between thousands. A parser of formulas would read the spaces as multiplication."""
+"""Pattern of a number with spaces between thousands. The formula parser would wrongly read the spaces as
+multiplication."""
 
 _BOUND: Final = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|neq?|not)(?![A-Za-z])")
-"""Pattern for a relation without a left side, such as "≤ 5". math-verify would read it as 5."""
+"""Pattern of a relation without a left side, such as "≤ 5". math-verify would wrongly read it as 5."""
 
 _BASE: Final = re.compile(r"\d_\{?(\d+)\}?")
 
 
 def math_reward(config: MathReward) -> Reward:
-    """Return the mathematics reward of the configured version."""
+    """Return the reward function for mathematical answers, in the configured version."""
     return mathematics if config.version == 1 else compare_answers
 
 
 def compare_answers(prompt: str, completion: str, answer: str) -> float:
-    """Compare the final answers of reference and completion by their kind: number, choice or words, or mathematics.
+    """Return 1 if the final answers of completion and reference are equal, else 0. This is the mathematics reward since
+    version 2.
 
-    The reference decides the kind. Numbers and words are compared here, all other mathematics by math-verify. Returns 1
-    or 0, and 1 for the reference itself. Raises ValueError if the reference contains no answer.
+    The reference determines how answers are compared: numbers and texts in words are compared here, all other
+    mathematics by math-verify. A completion that equals the reference gets 1. Raises ValueError if the reference
+    contains no answer.
     """
     reference = read_reference(answer)
     if completion.strip() == answer.strip():
@@ -81,23 +84,23 @@ def compare_answers(prompt: str, completion: str, answer: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference answer, prepared for comparison as each kind of answer that it can be."""
+    """Reference answer, parsed as each kind of answer that it can be: number, words or formulas."""
 
     text: str
     """Final answer in LaTeX notation, without delimiters."""
     plain: str
-    """Final answer without LaTeX text commands and spaces."""
+    """Final answer without LaTeX text commands and spaces, for comparison as a number or as words."""
     numeral: Numeral | None
     is_wordy: bool
-    """Whether the answer is a choice, a name, a date or another text in words."""
+    """Whether the answer consists of words, such as a choice, a name or a date."""
     formulas: tuple[Formula, ...] = ()
-    """The answer as mathematics. Empty for words, and for other texts that are only equal as written."""
+    """Answer parsed as mathematics. Empty for words, and for other texts that can only be compared as text."""
     unit: frozenset[str] = frozenset()
     """Words of the answer's unit, in the singular. Empty if the answer has no unit."""
 
     def judge(self, claim: FinalAnswer) -> bool | None:
-        """Return whether a completion's final answer is equal to the reference, or None if only math-verify can
-        decide."""
+        """Return whether a completion's final answer equals the reference, or None if the answers must be compared as
+        formulas (`equals`)."""
         plain = to_plain(claim.text)
         is_text = self.is_wordy or self.plain == plain or choice_of(self.plain) is not None
         if is_text and is_same_text(self.plain, plain):
@@ -114,9 +117,10 @@ class Reference:
         return False if in_words or _contradict(self.plain, plain) else None
 
     def equals(self, completion: str, claim: FinalAnswer | None) -> bool:
-        """Return whether the completion's answer is mathematically equal to the reference.
+        """Return whether the completion's answer equals the reference mathematically.
 
-        `claim` is the completion's final answer if one was found. Otherwise the completion is searched for mathematics.
+        `claim` is the completion's final answer, or None if none was found. In that case the completion is searched for
+        mathematics.
         """
         if self.is_wordy:
             return claim is None and is_same_text(self.plain, to_plain(completion.strip().rpartition("\n")[2]))
@@ -132,7 +136,7 @@ class Reference:
         return any(_is_rounded(decimal, one) or _is_rounded(self.numeral, other) for one, other in pairs)
 
     def fits(self, formula: Formula) -> bool:
-        """Return whether the unit of a completion's formula does not contradict the unit of the reference."""
+        """Return whether a formula's unit does not contradict the unit of the reference."""
         return is_same_unit(self.unit, formula.unit)
 
 
@@ -160,14 +164,15 @@ def read_reference(answer: str) -> Reference:
 
 
 def _read_answer(found: FinalAnswer) -> list[Formula]:
-    """Return the formulas in a reference answer, also if they are between words."""
+    """Return the formulas in a reference's final answer, even if they are between words."""
     if found.source != "boxed" and _DELIMITER.search(found.text):
         return find_formulas(found.text, in_latex=True)
     return read_formula(to_formula(found.text))
 
 
 def _read_claim(completion: str, claim: FinalAnswer | None) -> list[Formula]:
-    """Return the answer of a completion as mathematics. A sentence that is no formula is searched with its context."""
+    """Return the formulas in a completion's final answer (`claim`). If there is no such answer, or if it is a sentence
+    with words, the whole completion is searched."""
     if claim is None or (
         claim.source in ("stated", "whole") and (_DELIMITER.search(claim.text) or words_in(claim.text))
     ):
@@ -177,12 +182,13 @@ def _read_claim(completion: str, claim: FinalAnswer | None) -> list[Formula]:
 
 
 def _read_numeral_formula(numeral: Numeral) -> list[Formula]:
-    """Return a number as a list with one formula, for comparison by math-verify."""
+    """Convert a number to a list with one formula, which math-verify can compare."""
     return [replace(formula, unit=numeral.unit) for formula in read_formula(numeral.latex)]
 
 
 def _is_rounded(decimal: Numeral | None, expression: Expression) -> bool:
-    """Return whether a decimal is the rounded value of a constant, such as 1414.21 for 1000 times the root of 2."""
+    """Return whether a decimal is the rounded value of a constant expression. For example, 1414.21 is the rounded value
+    of 1000 times the square root of 2."""
     if decimal is None or decimal.place is None or decimal.is_percent:
         return False
     value = _value_of(expression)
@@ -190,7 +196,7 @@ def _is_rounded(decimal: Numeral | None, expression: Expression) -> bool:
 
 
 def _value_of(expression: Expression) -> Fraction | None:
-    """Return the value of a real constant to 30 digits, or None for any other expression."""
+    """Return the value of a real constant expression to 30 digits, or None for any other expression."""
     if not isinstance(expression, sympy.Expr) or not expression.is_number or not can_evaluate(expression):
         return None
     value = expression.evalf(30)
@@ -198,16 +204,16 @@ def _value_of(expression: Expression) -> Fraction | None:
 
 
 def _may_have_comma(claim: FinalAnswer, plain: str) -> bool:
-    """Return whether a comma in an answer may be a decimal comma, because the answer is plain text, as in "The answer
-    is 3,5"."""
+    """Return whether a comma in an answer may be a decimal comma. This is possible only if the answer is plain text, as
+    in "The answer is 3,5"."""
     return claim.source != "boxed" and claim.text == plain
 
 
 def _contradict(expected: str, given: str) -> bool:
-    """Return whether two answers differ in a part that math-verify ignores or reads as a product of letters.
+    """Return whether two answers differ in a part that math-verify would ignore or read as a product of letters.
 
-    Such parts are two single letters, braces or parentheses, words, a relation without a left side (≤ 5), the base of a
-    number, and the left side of an equation such as x + y = 5.
+    Such parts are the letters of choices, the kind of brackets, words, a relation without a left side (≤ 5), the base
+    of a number, and the left side of an equation such as x + y = 5.
     """
     if choice_of(expected) is not None and choice_of(given) is not None:
         return True
@@ -227,23 +233,22 @@ def _contradict(expected: str, given: str) -> bool:
 
 
 def _has_sum_on_left(text: str) -> bool:
-    """Return whether a text is an equation with a sum on its left side. Sums in arguments and indices do not count."""
+    """Return whether a text is an equation with a sum on its left side. Sums in brackets do not count."""
     left, equals, _ = text.partition("=")
     return bool(equals) and re.search(r"[\w)}]\s*[-+]", re.sub(r"\([^()]*\)|\{[^{}]*\}", "", left)) is not None
 
 
 def _tokens_of(text: str) -> list[str]:
-    """Return the numbers and words in a text, in order."""
+    """Return the numbers and the words in a text, in order and in lower case."""
     return re.findall(r"\d+(?:\.\d+)?|[^\W\d_]{2,}", text.casefold())
 
 
 def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression]) -> bool:
-    """Return whether math-verify finds two lists of parsed expressions equal, in 6 significant digits of the smallest
-    constant.
+    """Return whether math-verify finds that one of the `expected` expressions equals one of the `given` ones. Numbers
+    are compared to 6 significant digits of the smallest constant.
 
-    Texts that math-verify cannot parse never count as equal here, because it has removed parts of them. A comparison
-    that it cannot do, such as with 1/0, does not count as equal either. Answers that are written identically are
-    compared earlier.
+    Texts that math-verify could not parse are ignored, because math-verify has removed parts of them. A comparison that
+    math-verify cannot do, such as with 1/0, counts as unequal.
     """
     sides = [[each for each in side if not isinstance(each, str) and _has_value(each)] for side in (expected, given)]
     if any(one == other and not (can_evaluate(one) and _keeps_symbols(one)) for one, other in product(*sides)):
@@ -261,24 +266,27 @@ def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression])
 
 
 def _has_value(expression: Expression) -> bool:
-    """Return whether an expression does not contain an undefined number, such as 1/0."""
+    """Return whether an expression contains no undefined number, such as 1/0."""
     return not expression.has(sympy.zoo, sympy.nan)
 
 
 def _keeps_symbols(expression: Expression) -> bool:
-    """Return whether an expression means the same after its evaluation. The derivative dy/dx does not, because sympy
+    """Return whether evaluation does not change the meaning of an expression. It changes the derivative dy/dx: sympy
     does not know that y depends on x, and returns 0."""
     return all(each.expr.has(*each.variables) for each in expression.atoms(sympy.Derivative))
 
 
 def _is_statement(expression: Expression) -> bool:
-    """Return whether an expression is a relation without variables, such as 3 > 2. All true statements have the same
-    value, so they are only compared as written."""
+    """Return whether an expression is a relation without variables, such as 3 > 2.
+
+    All true statements have the same value, so they can only be compared as text.
+    """
     return isinstance(expression, Boolean) and not expression.free_symbols
 
 
 def _leading_zeros(expression: Expression) -> int:
-    """Return the number of zeros directly after the decimal point of the smallest constant in an expression."""
+    """Return the number of zeros directly after the decimal point of the smallest constant in an expression, at most
+    `MAX_ZEROS`."""
     if isinstance(expression, str):
         return 0
     parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else [expression]
@@ -289,7 +297,7 @@ def _leading_zeros(expression: Expression) -> int:
 def _log10(expression: Expression) -> float | None:
     """Return log10 of the absolute value of a constant expression, or None for other expressions.
 
-    Supported are numbers, and powers, products and factorials of numbers.
+    Numbers, and powers, products and factorials of numbers are supported.
     """
     match expression:
         case sympy.Rational() | sympy.Float() if expression.is_finite and expression:
@@ -308,9 +316,10 @@ def _log10(expression: Expression) -> float | None:
 
 
 def mathematics(prompt: str, completion: str, answer: str) -> float:
-    """Compare the reference and the completion as mathematics, in LaTeX or plain text. Returns 1 or 0.
+    """Return 1 if the completion and the reference contain equal mathematics, in LaTeX or plain text, else 0. This is
+    version 1 of the mathematics reward.
 
-    A completion without mathematics is a wrong answer. Raises ValueError if the reference contains no mathematics.
+    A completion without mathematics is wrong. Raises ValueError if the reference contains no mathematics.
     """
     # math-verify warns once that its own timeouts are off. We kill the process instead, because SIGALRM requires the
     # main thread.
@@ -323,7 +332,8 @@ def mathematics(prompt: str, completion: str, answer: str) -> float:
 
 
 def _parse_reference(answer: str) -> list[Expression]:
-    """Parse a reference. If the result is only text, parse it again without currency signs.
+    """Parse a reference answer as mathematics. If math-verify finds only text, the reference is parsed again without
+    currency signs.
 
     Raises ValueError if the reference contains no mathematics.
     """
@@ -341,14 +351,16 @@ def _parse_reference(answer: str) -> list[Expression]:
 
 
 def _parse_text(reference: str) -> list[Expression]:
-    """Parse a reference as mathematics. A reference without delimiters, such as `$`, is parsed as one formula."""
+    """Parse a reference answer with math-verify. A reference without math delimiters, such as `$`, is parsed as one
+    formula."""
     text = reference if _DELIMITER.search(reference) else f"${reference}$"
     expressions: list[Expression] = parse(text, parsing_timeout=None, raise_on_error=True)
     return expressions
 
 
 def _parse_completion(completion: str) -> list[Expression]:
-    """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time."""
+    """Parse a completion with math-verify. Returns an empty list if the completion cannot be parsed in reasonable time
+    or at all."""
     if not can_parse(completion):
         return []
     try:

@@ -16,10 +16,10 @@ MAX_LENGTH: Final = 1000
 """Maximum number of characters of a text that is read as a number."""
 
 MAX_EXPONENT: Final = 3000
-"""Maximum power of ten of a number in scientific notation. Texts with larger exponents are not treated as numbers."""
+"""Largest power of ten in scientific notation. Texts with larger exponents are not read as numbers."""
 
 DIGITS: Final = 6
-"""Minimum number of significant digits in which a rounded number must agree with an exact one."""
+"""Minimum number of significant digits to which a rounded number must agree with an exact one."""
 
 _CURRENCIES: Final = {
     "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "฿": "baht", "¢": "cent",
@@ -91,14 +91,15 @@ _NO_UNIT: Final = re.compile("and|or|to|by|from|of|for|if|is|in|when|with|mod|th
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """Number that was read from a text, with the precision and the unit in which it was written."""
+    """Number read from a text, with the precision and the unit in which it was written."""
 
     value: Fraction
     place: int | None
-    """Power of ten of the last written digit. None for an integer or a fraction, which is exact."""
+    """Power of ten of the last written digit, such as -2 for 1.25. None for an integer or a fraction, which is
+    exact."""
     is_percent: bool = False
     unit: frozenset[str] = frozenset()
-    """Words that follow the number, in the singular."""
+    """Words that follow the number, in the singular, such as `apple` or `km`. Empty if there are none."""
 
     @property
     def latex(self) -> str:
@@ -116,12 +117,14 @@ class Numeral:
 
 
 def read_numeral(text: str, *, decimal_comma: bool = False, glued_units: bool = False) -> Numeral | None:
-    """Read a text that is one number with an optional currency, percent sign or unit. Returns None for other texts.
+    """Read a text that consists of one number with an optional currency, percent sign or unit. Returns None for other
+    texts.
 
-    A letter that touches the number, as in 5m, is a variable, or with `glued_units` the symbol of a unit.
+    A letter directly after the number, as in 5m, is a variable, so the text is not a number. If `glued_units` is set,
+    the letter is read as a unit.
 
     A comma is a thousands separator if it separates groups of three digits. Any other single comma is read as a decimal
-    comma after 0, or everywhere with `decimal_comma`. Otherwise such a text is not a number.
+    comma after 0, or everywhere if `decimal_comma` is set. Otherwise such a text is not a number.
     """
     if len(text) > MAX_LENGTH:
         return None
@@ -145,16 +148,14 @@ def read_numeral(text: str, *, decimal_comma: bool = False, glued_units: bool = 
 
 
 def read_unit(text: str) -> frozenset[str] | None:
-    """Read the words and symbols of a unit, such as "cm^2". Returns None if the text is no unit."""
+    """Return the names in a unit, such as "cm^2". Returns None if the text is not a unit."""
     number = _with_unit(Numeral(Fraction(1), None), "", f" {text}")
     return None if number is None or number.is_percent or number.value != 1 else number.unit
 
 
 def is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """Return whether the units of a reference and of a completion do not contradict.
-
-    A missing unit contradicts none.
-    """
+    """Return whether the units of a reference (`expected`) and of a completion (`given`) do not contradict each other.
+    A missing unit contradicts no unit."""
     return not expected or not given or _is_same_unit(expected, given)
 
 
@@ -177,10 +178,11 @@ def _read_cardinal(text: str) -> int | None:
 
 
 def read_leading_numeral(text: str) -> Numeral | None:
-    """Parse the number at the start of a text, such as "18 apples in all". Returns None if the text does not start with
+    """Read the number at the start of a text, such as "18 apples in all". Returns None if the text does not start with
     a number.
 
-    Also returns None if an operator, a comma or another number follows, because the text is then not one number.
+    Also returns None if the number is followed by an operator, a comma or another number, because the text then
+    contains more than one number.
     """
     text = _DECIMAL_COMMA.sub(r"\1.\2", text[:MAX_LENGTH].strip())
     match = _NUMERAL.match(text)
@@ -196,9 +198,9 @@ def read_leading_numeral(text: str) -> Numeral | None:
 
 
 def agree(expected: Numeral, given: Numeral) -> bool:
-    """Return whether two numbers are equal: exactly, or in `DIGITS` significant digits if one is a rounded decimal.
+    """Return whether two numbers are equal: exactly if both are exact, else to `DIGITS` or more significant digits.
 
-    A percent sign may be omitted if the number is above 1 (28% equals 0.28 and 28). Units must not contradict each
+    A percent sign may be omitted (28% equals 0.28 and, because it is above 1%, also 28). Units must not contradict each
     other.
     """
     if not is_same_unit(expected.unit, given.unit):
@@ -213,18 +215,20 @@ def agree(expected: Numeral, given: Numeral) -> bool:
 
 
 def is_same_value(expected: Numeral, given: Numeral) -> bool:
-    """Return whether two numbers are exactly equal. Units are ignored, and percent signs are treated as in `agree`."""
+    """Return whether two numbers are exactly equal, without rounding. Units are ignored, and percent signs are treated
+    as in `agree`."""
     exact = [replace(each, place=None, unit=frozenset()) for each in (expected, given)]
     return agree(*exact)
 
 
 def rounds_to(given: Numeral, value: Fraction) -> bool:
-    """Return whether a decimal is the constant `value` after rounding to at least `DIGITS` significant digits."""
+    """Return whether a decimal is the constant `value`, rounded to at least `DIGITS` significant digits."""
     return given.place is not None and _is_equal(given, Numeral(value, None))
 
 
 def _number_of(match: re.Match[str]) -> Numeral | None:
-    """Return the matched number without its unit, or None if the number is too large or has the denominator 0."""
+    """Return the number in a match of the number pattern, without its unit. Returns None if the number is too large or
+    its denominator is 0."""
     sign = -1 if "-" in (match["sign"], match["inner"]) else 1
     place: int | None = None
     if match["over"] or match["short"] or match["top"]:
@@ -255,7 +259,7 @@ def _number_of(match: re.Match[str]) -> Numeral | None:
 
 
 def _read_plain(text: str) -> Numeral:
-    """Return the number that is written as digits with thousands separators and a decimal point or comma."""
+    """Return the number that is written as digits, with optional thousands separators and a decimal point or comma."""
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     if re.fullmatch(r"0,\d+|[1-9]\d{0,2}(?:\.\d{3})+,\d+", text):
         text = text.replace(".", "").replace(",", ".")
@@ -267,8 +271,8 @@ def _read_plain(text: str) -> Numeral:
 
 
 def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
-    """Return the number with its percent sign, scale word and unit. Returns None if the rest of the text is not a
-    unit."""
+    """Add the percent sign, the scale word (such as "million") and the unit in `rest` to a number. Returns None if
+    `rest` is not a unit."""
     rest = rest.replace("\\%", "%").replace("\\$", "$")
     tokens = re.findall(r"\\cdot|%|/|\^\s*\{?\s*[23]\s*\}?|[²³]|[^\W\d_]+\.?|\S", rest)
     names = (
@@ -288,9 +292,10 @@ def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
 
 
 def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
-    """Return the name of one word or symbol in a unit, "" for punctuation, or None if it cannot be in a unit.
+    """Return the name of one word or symbol of a unit, "" for punctuation, or None if a unit cannot contain it.
 
-    A letter directly after the number is a variable, as in 5m. A power needs a unit before it.
+    `is_glued` tells whether the unit directly follows the number: a letter there is a variable, as in 5m. `is_first`
+    tells whether no word precedes: a power such as ^2 needs one.
     """
     word = token.rstrip(".").casefold()
     if token in _CURRENCIES:
@@ -309,24 +314,24 @@ def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
 
 
 def _known_unit(word: str) -> str | None:
-    """Return the name of a unit in the table of units, or None."""
+    """Return the standard name of a unit, or None if the unit is not in the table of units."""
     return _UNITS.get(word, _UNITS.get(_singular(word)))
 
 
 def _singular(word: str) -> str:
-    """Return a word without a plural s, so that "apples" and "apple" are the same unit."""
+    """Return a word without a final plural s, so that "apples" and "apple" are the same unit."""
     return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
 
 
 def _is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """Return whether two units do not contradict each other: one contains the other, apart from words that are not
-    units."""
+    """Return whether two non-empty units do not contradict each other: they share a word, and they contain the same
+    known units."""
     names = {*_UNITS.values(), *_CURRENCIES.values(), *_SI}
     return bool(expected & given) and expected & names == given & names
 
 
 def _normalize_unit(names: list[str]) -> frozenset[str]:
-    """Return a unit as a set of names, with "miles per hour" as mph and "kilometers per hour" as kph."""
+    """Return the set of names in a unit, with "miles per hour" as mph and "kilometers per hour" as kph."""
     unit = frozenset(names) - {"%", ""}
     for name, distance in (("mph", "mile"), ("kph", "kilometer")):
         if unit == {distance, "per", "hour"}:
@@ -335,7 +340,7 @@ def _normalize_unit(names: list[str]) -> frozenset[str]:
 
 
 def _is_equal(one: Numeral, other: Numeral) -> bool:
-    """Compare two values: exactly if both are exact, else in the significant digits of the less precise one."""
+    """Compare two values: exactly if both are exact, else in the significant digits of the less precise value."""
     if one.value == other.value or not one.value or not other.value:
         return one.value == other.value
     places = [_rounding_place(each) for each in (one, other) if each.place is not None]
@@ -347,7 +352,7 @@ def _is_equal(one: Numeral, other: Numeral) -> bool:
 
 
 def _rounding_place(number: Numeral) -> int:
-    """Return the power of ten of the digit to which numbers are rounded before they are compared.
+    """Return the power of ten of the digit to which numbers are rounded for comparison.
 
     This is the last written digit, or the digit number `DIGITS` if fewer digits are written.
     """

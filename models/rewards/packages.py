@@ -8,7 +8,8 @@ from infra.errors import BadInput
 def require_package(module: str, package: str, where: str) -> None:
     """Raise BadInput, with the installation command, if an optional package is not installed.
 
-    `module` is imported, `package` is its name for installation, and `where` is the setting that needs it.
+    `module` is the name for imports, `package` the name for installation, and `where` the setting that needs the
+    package.
     """
     if importlib.util.find_spec(module) is None:
         raise BadInput(

@@ -14,12 +14,12 @@ from models.data.paintings import COLOURS, GROUND, PLACES, SIDE
 from models.vision.color_conversion import decode_rgb
 
 REACH: Final = 0.14
-"""Maximum distance between the center of the shape and the requested place, in picture widths. Places are at least 0.35
-apart."""
+"""Maximum distance between the center of the shape and the requested place, as a fraction of the image's width. Places
+are at least 0.35 apart."""
 
 
 class PictureReward(Protocol):
-    """Reward function that scores the last picture of a completion."""
+    """Reward function that scores the last image of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, images: Sequence[bytes] | None = None) -> float:
         """Return the reward. If `images` is None, only check the reference answer and return NaN."""
@@ -27,10 +27,8 @@ class PictureReward(Protocol):
 
 
 def painting_reward(config: PaintingReward) -> PictureReward:
-    """Return a reward function: 1 if the picture shows one shape of the requested color at the requested place, else 0.
-
-    The kind of shape is not checked.
-    """
+    """Return a reward function whose score is 1 if the image shows one shape of the requested color at the requested
+    place, else 0. The kind of shape is not checked."""
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
         """Return the reward of the last picture. Raises ValueError if there is no picture or the reference answer is
@@ -46,7 +44,7 @@ def painting_reward(config: PaintingReward) -> PictureReward:
 
 
 def _read_motif(answer: str) -> tuple[str, str]:
-    """Return the color and the place in a reference answer. Raises ValueError if the answer is invalid."""
+    """Return the requested color and place in a reference answer. Raises ValueError if the answer is invalid."""
     match answer.split():
         case [colour, _, place] if colour in COLOURS and place in PLACES:
             return colour, place
@@ -57,9 +55,9 @@ def _read_motif(answer: str) -> tuple[str, str]:
 
 
 def _pixels(encoded: bytes) -> NDArray[np.float64]:
-    """Decode a picture to an array of shape (`SIDE`, `SIDE`, 3) with values from 0 to 255.
+    """Decode an image to an array of shape (`SIDE`, `SIDE`, 3) with values from 0 to 255.
 
-    Larger pictures are reduced by averaging blocks. Raises ValueError if the picture is not square or its side is not a
+    Larger images are reduced by averaging blocks. Raises ValueError if the image is not square or its side is not a
     multiple of `SIDE`.
     """
     levels = np.asarray(decode_rgb(encoded), np.float64)
@@ -77,7 +75,7 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
 def _detect_motif(pixels: NDArray[np.float64], colour: str, place: str) -> bool:
     """Return whether the pixels that differ from the background form one connected shape of this color at this place.
 
-    A pixel belongs to the shape if its color is nearer to one of the colors than to the background.
+    A pixel belongs to the shape if its color is nearer to one of the known colors than to the background.
     """
     to_colours = np.linalg.norm(pixels[..., None, :] - np.array([*COLOURS.values()]), axis=-1)
     is_shape_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)

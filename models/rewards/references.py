@@ -11,15 +11,15 @@ from models.rewards.packages import require_package
 from models.rewards.rules import Reward
 
 Compare = Callable[[str, str], float]
-"""Function that returns how well a completion matches one reference, from 0 to 1.
-
-Both texts have no white space at their ends."""
+"""Function that returns how well a completion matches one reference, from 0 to 1. White space at the ends of both texts
+is already removed."""
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 
 def exact_match_reward(config: ExactMatchReward) -> Reward:
-    """Return a reward function: 1 if completion and reference are the same text after normalization, else 0."""
+    """Return a reward function whose score is 1 if completion and reference are the same text after normalization, else
+    0."""
     change = _normalize if config.normalize == "squad" else str
     return _compare_with_references(
         config, lambda completion, reference: float(change(completion) == change(reference))
@@ -27,7 +27,7 @@ def exact_match_reward(config: ExactMatchReward) -> Reward:
 
 
 def f1_reward(config: F1Reward) -> Reward:
-    """Return a reward function that computes the F1 score of the words that completion and reference have in common."""
+    """Return a reward function whose score is the word-level F1 score between completion and reference."""
 
     def compare(completion: str, reference: str) -> float:
         """Return the harmonic mean of precision and recall. Two texts without words are equal."""
@@ -41,8 +41,8 @@ def f1_reward(config: F1Reward) -> Reward:
 
 
 def rouge_reward(config: RougeReward) -> Reward:
-    """Return a reward function that computes the ROUGE score of the completion. Raises BadInput if rouge-score is not
-    installed."""
+    """Return a reward function whose score is the ROUGE score of the completion against the reference. Raises BadInput
+    if rouge-score is not installed."""
     require_package("rouge_score", "rouge-score", f"reward {config.kind!r}")
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -57,8 +57,8 @@ def rouge_reward(config: RougeReward) -> Reward:
 
 
 def bleu_reward(config: BleuReward) -> Reward:
-    """Return a reward function that computes the sentence BLEU score divided by 100. Raises BadInput if sacrebleu is
-    not installed."""
+    """Return a reward function whose score is the sentence BLEU score against the reference, divided by 100. Raises
+    BadInput if sacrebleu is not installed."""
     require_package("sacrebleu", "sacrebleu", f"reward {config.kind!r}")
     from sacrebleu.metrics.bleu import BLEU
 
@@ -73,7 +73,7 @@ def bleu_reward(config: BleuReward) -> Reward:
 
 
 def _compare_with_references(config: ReferenceReward, compare: Compare) -> Reward:
-    """Return a reward function that compares the completion with each alternative reference and returns the best
+    """Return a reward function that compares the completion with each alternative reference, and returns the best
     score."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -91,7 +91,7 @@ def _compare_with_references(config: ReferenceReward, compare: Compare) -> Rewar
 
 
 def _normalize(text: str) -> str:
-    """Return a text in lower case, without punctuation and English articles, with single spaces between words (as
-    SQuAD's evaluation does)."""
+    """Normalize a text as SQuAD's evaluation does: lower case, no punctuation, no English articles, and single spaces
+    between words."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())

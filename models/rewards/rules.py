@@ -16,10 +16,10 @@ from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
 
 
 class Reward(Protocol):
-    """Reward function that scores one completion. Higher is better, and the same arguments give the same number.
+    """Reward function that scores one completion. Higher is better, and the same arguments must give the same number.
 
-    If the function raises, hangs or returns something other than a finite number, the score is missing; it never
-    becomes 0.
+    If the function raises an exception, hangs, or returns something other than a finite number, the score is missing.
+    It is never replaced by 0.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, /) -> float:
@@ -28,7 +28,7 @@ class Reward(Protocol):
 
 
 class StepReward(Protocol):
-    """Reward function that scores each step of a completion."""
+    """Reward function that returns one score for each step of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, steps: list[str]) -> Iterable[float]:
         """Return one number for each step.
@@ -39,7 +39,7 @@ class StepReward(Protocol):
 
 
 class TokenReward(Protocol):
-    """Reward function that scores each token of a completion."""
+    """Reward function that returns one score for each token of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, tokens: list[str]) -> Iterable[float]:
         """Return one number for each token. The concatenation of the tokens is the completion.
@@ -50,18 +50,19 @@ class TokenReward(Protocol):
 
 
 def numeric_reward(config: NumericReward) -> Reward:
-    """Return a reward function that compares the number in the completion with the number in the reference: 1 if equal,
+    """Return a reward function whose score is 1 if the number in the completion equals the number in the reference,
     else 0.
 
     Numbers are compared by value, so `1,000` equals `1000.0`. A completion without a number is wrong. Raises BadInput
-    if the pattern is invalid.
+    if the configured pattern is invalid.
     """
     _check_pattern(config.pattern, groups=1)
     return _decimal_reward(config) if config.version == 1 else _number_reward(config)
 
 
 def _number_reward(config: NumericReward) -> Reward:
-    """Return the reward function of version 2, which parses numbers as people write them."""
+    """Return version 2 of the numeric reward function, which reads numbers in many notations, such as fractions or with
+    units."""
     pattern = re.compile(config.pattern)
     is_default = config.pattern == type(config).model_fields["pattern"].default
 
@@ -89,13 +90,13 @@ def _number_reward(config: NumericReward) -> Reward:
 
 
 def _read_number(text: str) -> Numeral | None:
-    """Return the number at the start of a text, in any notation, or None if there is none."""
+    """Return the number at the start of a text, in any notation, or None if the text does not start with a number."""
     plain = to_plain(to_latex(unwrap(text)))
     return read_numeral(plain, decimal_comma=True) or read_leading_numeral(plain)
 
 
 def _decimal_reward(config: NumericReward) -> Reward:
-    """Return the reward function of version 1, which parses only plain decimals."""
+    """Return version 1 of the numeric reward function, which reads only plain decimals."""
     pattern = re.compile(config.pattern)
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -113,7 +114,7 @@ def _decimal_reward(config: NumericReward) -> Reward:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
-    """Return the number in the last match of a pattern, or None if there is no match or it is not a number."""
+    """Return the number in the last match of a pattern, or None if there is no match or the match is not a number."""
     matches = list(pattern.finditer(text))
     return _number(matches[-1][1] or "") if matches else None
 
@@ -128,10 +129,8 @@ def _number(text: str) -> Decimal | None:
 
 
 def pattern_reward(config: RegexReward) -> Reward:
-    """Return a reward function: 1 if the pattern occurs anywhere in the completion, else 0.
-
-    Raises BadInput if the pattern is invalid.
-    """
+    """Return a reward function whose score is 1 if the regular expression matches anywhere in the completion, else 0.
+    Raises BadInput if the expression is invalid."""
     _check_pattern(config.pattern, groups=0)
     pattern = re.compile(config.pattern)
 
@@ -142,8 +141,8 @@ def pattern_reward(config: RegexReward) -> Reward:
 
 
 class RewardMaker(Protocol):
-    """Function that builds the reward function of one kind of built-in reward from its settings. `build_reward` calls
-    it."""
+    """Function that builds the reward function for one kind of built-in reward from its settings. `build_reward` calls
+    the function of the configured kind."""
 
     def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- settings differ by kind
         """Return the reward function. Raises BadInput if the settings are invalid."""
@@ -151,22 +150,20 @@ class RewardMaker(Protocol):
 
 
 def build_reward(config: BuiltInReward) -> Reward:
-    """Build the function of a built-in reward. Raises BadInput if the function cannot work with these settings."""
+    """Build the reward function of a built-in reward. Raises BadInput if the settings cannot be used."""
     return cast(RewardMaker, implementation_of(config))(config)
 
 
 def load_reward(settings: JsonValue) -> Reward:
-    """Build the function of a built-in reward from its settings in JSON.
-
-    The process that runs reward functions calls this.
-    """
+    """Build the reward function of a built-in reward from its settings in JSON. Called in the process that runs reward
+    functions."""
     adapter: TypeAdapter[BuiltInConfig] = TypeAdapter(Annotated[BuiltInConfig, Field(discriminator="kind")])
     return build_reward(adapter.validate_python(settings))
 
 
 def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
-    """Return a function that divides completions into steps and returns their lengths. It runs in a process that can be
-    killed."""
+    """Return a function that splits completions into steps and returns the steps' lengths in characters. Called in a
+    process that can be killed."""
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
@@ -179,7 +176,7 @@ def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int
 
 
 def _check_pattern(pattern: str, *, groups: int) -> None:
-    """Raise BadInput if the pattern is not a regular expression or has too few groups."""
+    """Raise BadInput if the pattern is not a valid regular expression or has fewer than `groups` groups."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:

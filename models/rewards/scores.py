@@ -17,12 +17,13 @@ from models.text.steps import Spans, StepValues, aggregate, assign_spans
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Values of all reward terms for one completion, in the order of the configured terms."""
+    """Results of all reward terms for one completion, in the order of the configured terms."""
 
     values: tuple[float | Spans | None, ...]
-    """Result of each term: one number, numbers for spans of tokens, or None if the result is missing."""
+    """Result of each reward term: one number, numbers for spans of tokens if the term scores steps, tokens or turns, or
+    None if the result is missing."""
     error: str | None
-    """First error as `term: reason`, or None if there is none."""
+    """First error of a reward term as `term: reason`, or None if there is no error."""
 
 
 def combine_results(
@@ -33,7 +34,7 @@ def combine_results(
     starts: Sequence[Sequence[int] | None],
     failures: Sequence[str | None],
 ) -> list[Scores]:
-    """Return the scores of all reward terms for each completion.
+    """Combine the results of all kinds of rewards into the scores of each completion.
 
     `ruled` contains the results of the rewards that are functions, one item per completion. `others` contains the
     results of judges, reward models, programs and environments by the name of the reward term. `starts` contains the
@@ -51,8 +52,8 @@ def combine_results(
 
 
 def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringConfig) -> pa.Table:
-    """Build the score table for a rollout table, with one row per completion. The total reward is missing if any term
-    is missing."""
+    """Build the score table for a rollout table, with one row per completion. The total reward is missing if the result
+    of one term is missing."""
     scalars = [
         tuple(_scalar(value, reward) for value, reward in zip(row.values, scoring.rewards, strict=True))
         for row in scores
@@ -76,10 +77,8 @@ def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringCo
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Return metrics of a score table: counts of rows and missing scores, and sums and squared sums of rewards.
-
-    Unlike means, these numbers can be added over shards.
-    """
+    """Return metrics of a score table: numbers of rows and of missing scores, and sums and sums of squares of rewards.
+    Unlike means, these metrics can be summed over shards."""
     scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value although another term is missing
     values = {term: scored[f"reward_{term}"].to_pylist() for term in terms}
     return {
@@ -92,8 +91,8 @@ def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
 
 
 def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> dict[str, float]:
-    """Return the mean of a term over problems. The value of a problem is the mean over its samples without missing
-    scores.
+    """Return the mean of a reward term over problems, where the value of a problem is the mean over its scored samples.
+    `samples` is the number of samples per problem.
 
     If all scores are 0 or 1, also returns pass@k for k = 1, 2, 4, ..., over the problems that have at least k scores.
     """
@@ -123,7 +122,8 @@ def _join_row(
     *,
     starts: Sequence[int] | None,
 ) -> Scores:
-    """Combine the results for one completion. Numbers for steps are converted to numbers for spans of tokens."""
+    """Combine the results of all rewards for one completion. Values of steps are converted to values of spans of
+    tokens, with the character index `starts` of each token."""
     values_by_term: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
     errors = [verdict.error] if verdict.error else []
     for term, judgement in others.items():
@@ -141,19 +141,22 @@ def _join_row(
 
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
-    """Convert the values of a completion's steps or tokens to values of spans (runs of tokens with one value)."""
+    """Convert the values of a completion's steps or tokens to values of spans (runs of tokens with one value). `starts`
+    is the character index at which each token starts."""
     if reward.granularity == "token":
         return Spans(tuple(range(len(found.values))), found.values)
     return assign_spans(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
-    """Return the value of a reward term as one number. Values of spans are combined by the configured function."""
+    """Return the result of a reward term as one number. The values of spans are combined by the configured
+    aggregation."""
     return aggregate(value.values, reward.aggregation) if isinstance(value, Spans) else value
 
 
 def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:
-    """Build the score-table columns of a process reward: the starts and the values of its spans."""
+    """Build the two score-table columns of a process reward (a reward of steps, tokens or turns): the first token of
+    each span, and the value of each span."""
     return {
         f"spans_{term}": pa.array([span and span.starts for span in spans], pa.list_(pa.int32())),
         f"values_{term}": pa.array([span and span.values for span in spans], pa.list_(pa.float64())),
@@ -163,8 +166,8 @@ def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.A
 def _total(
     values: Sequence[float | None], error: str | None, scoring: ScoringConfig
 ) -> tuple[float | None, str | None]:
-    """Return the weighted sum of the terms. If a term is missing or the sum is not finite, return None and the
-    error."""
+    """Return the total reward of a completion, the weighted sum of its terms, and None. If a term is missing or the sum
+    is not finite, return None and the error."""
     weighted = [
         reward.weight * ((value - reward.shift) / reward.scale)
         for reward, value in zip(scoring.rewards, values, strict=True)

@@ -6,9 +6,11 @@ from models.rewards.rules import Reward
 
 
 def similarity_reward(config: SimilarityReward) -> Reward:
-    """Return a reward function that computes the cosine similarity of completion and reference answer.
+    """Return a reward function whose score is the cosine similarity between the embeddings of completion and reference
+    answer.
 
-    The score is missing if there is no reference answer. Raises BadInput if the retriever cannot be loaded.
+    The score is missing if there is no reference answer. Raises BadInput if the retriever that embeds texts cannot be
+    loaded.
     """
     retriever = Retriever(config.retriever, "reward 'similarity': retriever")
 

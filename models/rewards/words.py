@@ -9,19 +9,20 @@ _NAMES: Final = re.compile(
     "theta|alpha|beta|gamma|delta|epsilon|lambda|mu|sigma|phi|omega|tau|rho|eta|zeta|pi|inf|infinity|oo",
     re.IGNORECASE,
 )
-"""Pattern for names of mathematical functions and Greek letters, which do not count as words inside an answer."""
+"""Pattern of names of mathematical functions and Greek letters, which are not treated as words in an answer."""
 
 _CONSTANTS: Final = re.compile("pi|inf|infinity|oo", re.IGNORECASE)
 
 _CONNECTORS: Final = re.compile("and|or|if|for|in|the|an?|is|of|to")
 
 _VOWELLESS: Final = frozenset({"by", "my", "hmm", "shh", "psst", "tsk", "nth", "mr", "mrs", "dr", "vs", "ly", "brr"})
-"""English words without vowels, which would otherwise be read as products of variables."""
+"""English words without a, e, i, o or u, which would otherwise be read as products of variables."""
 
 _CODE: Final = re.compile(
     rf"(?!(?:{_NAMES.pattern})\d)[A-Za-z]+\d[A-Za-z\d]*(?:\.\d+)*|(?:[A-Z][a-z]?(?:_?\d+)?)+[+-]?"
 )
-"""Pattern of letters with digits, such as a chemical formula (H2O), a square of a chess board or a part number."""
+"""Pattern of codes made of letters and digits, such as a chemical formula (H2O), a square of a chess board or a part
+number."""
 
 _MONTHS: Final = "janfebmaraprmayjunjulaugsepoctnovdec"
 _OPTION: Final = r"\s+(?!(?:or|and)\b|\(?[A-Z][).])\S.*"
@@ -51,10 +52,11 @@ _TIME: Final = re.compile(
 
 
 def is_word(token: str) -> bool:
-    """Return whether letters form a word and not a product of variables or the name of a function.
+    """Return whether letters form a word, as opposed to a product of variables or the name of a function.
 
     A word has two letters or more, at least one of them a vowel. Lower-case letters in alphabetical order, all of them
-    from a to d or x to z, such as `abc` or `xy`, are a product. Letters of other scripts are words.
+    from a to d or x to z, such as `abc` or `xy`, are a product. Letters of other scripts are words, except Greek
+    letters.
     """
     if len(token) < 2 or not token.isalpha() or _NAMES.fullmatch(token):
         return False
@@ -66,13 +68,14 @@ def is_word(token: str) -> bool:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words of a text in order and in lower case, without connectors such as "and"."""
+    """Return the words in a text in order and in lower case, without connecting words such as "and"."""
     tokens = re.findall(r"[^\W\d_]+", re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text))
     return [token.casefold() for token in tokens if is_word(token) and not _CONNECTORS.fullmatch(token.casefold())]
 
 
 def is_wordy(text: str) -> bool:
-    """Return whether a text consists of words only, or of one capital letter, such as a choice."""
+    """Return whether an answer is a text in words and not mathematics. Codes such as H2O, words followed by a number,
+    and single letters that are choices are such texts."""
     letter = choice_of(text)
     if letter is not None and (letter.isupper() or text.startswith("(")):
         return True
@@ -91,32 +94,33 @@ def is_wordy(text: str) -> bool:
 
 
 def is_acronym(token: str) -> bool:
-    """Return whether letters without a vowel are a word: two or more capital letters, or a word such as "my"."""
+    """Return whether letters are an acronym (two or more capital letters) or a word without vowels, such as "my"."""
     return (len(token) > 1 and token.isupper()) or token.casefold() in _VOWELLESS
 
 
 def is_code(text: str) -> bool:
-    """Return whether a text is letters with digits, such as H2O or CO_2, which is no product."""
+    """Return whether a text is a code made of letters and digits, such as H2O or CO_2, and not a product of
+    variables."""
     code = _code_key(text)
     has_digits = any(map(str.isdigit, code))
     return has_digits and _CODE.fullmatch(code) is not None and ("_" not in text or code[:1].isupper())
 
 
 def _code_key(text: str) -> str:
-    """Return a code, such as CO_2, without index marks and spaces, so that CO_2 and CO2 are equal."""
+    """Return a code without index marks and spaces, so that CO_2 and CO2 are equal."""
     return re.sub(r"\s*_\s*\{?\s*(\d+)\s*\}?\s*", r"\1", text).strip()
 
 
 def choice_of(text: str) -> str | None:
-    """Return the letter of a choice, written as `C`, `(C)`, `C)`, or as a letter in brackets before the text of the
-    choice."""
+    """Return the letter of a multiple-choice answer, written as `C`, `(C)` or `C)`, or before the text of the choice as
+    in `(C) 12 apples`. Returns None for other texts."""
     match = _CHOICE.fullmatch(text)
     return None if match is None else next(group for group in match.groups() if group)
 
 
 def is_same_text(expected: str, given: str) -> bool:
-    """Return whether two answers in words are equal. Case matters only for single letters that are not choices in
-    brackets."""
+    """Return whether two answers in words are equal. Dates and times are compared by their value. Case matters only for
+    single letters that are not in brackets."""
     if date_of(expected) is not None or time_of(expected) is not None:
         return is_same_moment(expected, given)
     if is_code(expected):
@@ -129,13 +133,13 @@ def is_same_text(expected: str, given: str) -> bool:
 
 
 def _is_short(*texts: str) -> bool:
-    """Return whether at least one of these choices is only a letter without the text of the choice."""
+    """Return whether at least one of these multiple-choice answers is only a letter, without the text of the choice."""
     return any(len(re.findall(r"\w+", text)) == 1 for text in texts)
 
 
 def text_key(text: str) -> str:
-    """Return a text without differences in case (except of single letters), in the encoding of accents, in punctuation
-    at its ends, and in "the"."""
+    """Return a normalized text for comparisons: without differences in case (except of single letters), in the encoding
+    of accents, in punctuation at the ends, and in a leading "the"."""
     text = unicodedata.normalize("NFKC", text.removeprefix("\\")).replace("’", "'")
     text = re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
     text = re.sub(r"\s*([-/,;:])\s*", r"\1", " ".join(text.split())).strip(" .,;:!?\"'")
@@ -143,8 +147,8 @@ def text_key(text: str) -> str:
 
 
 def is_same_moment(expected: str, given: str) -> bool:
-    """Return whether two dates, or two times of day, are equal. An expected time without am or pm equals the same time
-    with am or pm."""
+    """Return whether two dates, or two times of day, are equal. An expected time without am or pm also equals the same
+    time with am or pm."""
     dates = date_of(expected), date_of(given)
     if dates[0] is not None:
         return dates[0] == dates[1]
@@ -160,7 +164,7 @@ def is_same_moment(expected: str, given: str) -> bool:
 def date_of(text: str) -> tuple[str, int, int, int] | None:
     """Return the date in a text as (notation, year or 0, month, day), or None if the text is not a date.
 
-    Dates with slashes or dots are equal only to dates in the same notation, because the order of their parts differs
+    A date with slashes or dots only equals a date in the same notation, because the order of day and month differs
     between countries.
     """
     if match := _NUMERIC_DATE.fullmatch(text):
@@ -174,8 +178,8 @@ def date_of(text: str) -> tuple[str, int, int, int] | None:
 
 
 def time_of(text: str) -> tuple[int, tuple[int, int], str | None] | None:
-    """Return the time of day in a text as hour (0 to 24), minute with second, and am or pm, or None if the text is not
-    a time."""
+    """Return the time of day in a text as the hour (0 to 24), a pair of minute and second, and "a", "p" or None for am,
+    pm or neither. Returns None if the text is not a time."""
     match = _TIME.fullmatch(text.strip())
     if match is None or not (match["minute"] or match["half"]):
         return None

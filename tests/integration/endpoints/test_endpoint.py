@@ -119,7 +119,7 @@ def test_judging_stops_after_the_first_question_lost_to_an_endpoint_that_stays_d
 def test_a_refused_connection_means_that_the_endpoint_is_down():
     with chat_server(echo) as server:
         pass
-    with pytest.raises(EndpointDown, match="attempt 2 of 2"):
+    with pytest.raises(EndpointDown, match="in 2 attempts"):
         judge_at(server.url, retries=1).answer(questions(2))
 
 
@@ -148,7 +148,7 @@ def test_a_refused_request_is_raised_without_retries(status):
     reply = Reply(status=status, body=b'{"error": "no such model"}')
     with (
         chat_server(lambda asked, before: reply) as server,
-        pytest.raises(WorkerFailed, match=rf"answered {status} .*no such model"),
+        pytest.raises(WorkerFailed, match=rf"rejected a request with {status} .*no such model"),
     ):
         judge_at(server.url, concurrency=2).answer(questions(50))
     assert len(server.asked) <= 4

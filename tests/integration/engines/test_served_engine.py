@@ -334,7 +334,7 @@ def test_a_wrong_or_empty_key_is_refused_with_its_setting(serve, monkeypatch):
     with pytest.raises(BadInput, match=r"key in engine\.api_key_variable"):
         serve(settings={"api_key_variable": None})
     monkeypatch.setenv("SERVERS_KEY", "")
-    with pytest.raises(BadInput, match=r"engine\.api_key_variable.* SERVERS_KEY is not set"):
+    with pytest.raises(BadInput, match=r"engine\.api_key_variable.* SERVERS_KEY, but this variable is not set"):
         serve()
 
 

@@ -100,7 +100,7 @@ def test_the_message_about_a_prompt_that_is_too_long_has_the_tokens_of_each_imag
     prepare, _ = prepared
     context = json.loads((policy / "config.json").read_text())["text_config"]["max_position_embeddings"]
     with pytest.raises(
-        BadInput, match=r"a.jsonl:1: the prompt has \d+ tokens \(9 for image 1, 9 for image 2\), expected 1"
+        BadInput, match=r"a.jsonl:1: the prompt has \d+ tokens \(9 for image 1, 9 for image 2\), but it must have 1"
     ):
         prepare(["red.png", "blue.png"], max_new_tokens=context - 18)
 

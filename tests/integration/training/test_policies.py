@@ -194,7 +194,9 @@ def test_quantized_weights_without_their_scales_are_refused(spoilt, dtype):
     weights = {name: weight.to(dtype) for name, weight in load_file(spoilt / "model.safetensors").items()}
     save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
     for load in (check_directory, load_policy):
-        with pytest.raises(BadInput, match=r"model.safetensors stores \S+weight as .*, expected one of F64"):
+        with pytest.raises(
+            BadInput, match=r"model.safetensors stores \S+weight as .*, but weights must have one of the types F64"
+        ):
             load(spoilt)
 
 
@@ -241,7 +243,7 @@ def uneven(tmp_path) -> FileData:
 
 def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path, uneven):
     policy = make_policy(tmp_path, TINY)
-    with pytest.raises(BadInput, match=r"a.jsonl:1: the prompt has 40 tokens, expected 1 to 32"):
+    with pytest.raises(BadInput, match=r"a.jsonl:1: the prompt has 40 tokens, but it must have 1 to 32"):
         make_prompts(tmp_path, policy, uneven, max_new_tokens=32)
     assert make_prompts(tmp_path, policy, uneven, max_new_tokens=23).metrics["longest"] == 41
 
@@ -280,7 +282,7 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
 
 def test_an_empty_prompt_is_not_too_long():
     asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.from_prompt([])))]
-    with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, expected 1 to 9"):
+    with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, but it must have 1 to 9"):
         enforce_prompt_length(asked, max_tokens=9, too_long="drop", split="train")
 
 

@@ -140,7 +140,7 @@ async def test_a_successor_of_a_crashed_controller_gets_the_unfinished_messages(
 
 async def test_controllers_that_crash_repeatedly_without_progress_end_the_run(held, serve):
     crash = until("it-0001", 0, Crashed(message="out of memory"))
-    with pytest.raises(WorkerLost, match=r"Crashed: out of memory.*attempt 4"):
+    with pytest.raises(WorkerLost, match=r"Crashed: out of memory.*lost 4 times"):
         await serve(*[crash] * 9)
 
 

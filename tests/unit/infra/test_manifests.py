@@ -62,7 +62,7 @@ def test_every_flipped_bit_and_every_cut_of_the_file_is_damage():
 
 
 def test_a_manifest_under_another_key_or_with_a_wrong_digest_is_damage_in_spite_of_its_seal():
-    with pytest.raises(Damaged, match=r"it-0003/rollout/0002.*contains another manifest, 'it-0003/rollout/0001'"):
+    with pytest.raises(Damaged, match=r"it-0003/rollout/0002.*manifest of another key, 'it-0003/rollout/0001'"):
         decode_manifest(MANIFEST.encode(), key="it-0003/rollout/0002")
     record = json.loads(MANIFEST.encode())
     forged = {name: value for name, value in record.items() if name not in ("seal", "schema_version")}

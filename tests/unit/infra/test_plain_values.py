@@ -51,7 +51,7 @@ def test_an_object_without_an_attribute_is_named_without_its_address(target, wha
 
 
 def test_a_message_of_an_environment_that_is_an_object_is_named_without_its_address():
-    with pytest.raises(NoStep, match=r"found [\w.]+Odd$"):
+    with pytest.raises(NoStep, match=r"returned [\w.]+Odd$"):
         parse_step({"messages": [Odd()]}, role="user")
 
 
@@ -131,7 +131,7 @@ def test_a_result_that_is_no_json_is_named_with_its_module():
     def find() -> object:
         return [object(), Fraction]
 
-    with pytest.raises(NoStep, match="as the result of the tool, found object"):
+    with pytest.raises(NoStep, match="a text or a JSON value, but it returned object"):
         ToolBox([find]).step(EpisodeTurn("", (ToolCall("find", {}),), 0))
 
 

@@ -109,7 +109,9 @@ def test_a_directory_that_is_deleted_while_its_store_is_in_use_is_not_created_ag
         lambda: store.lock("lock").__enter__(),
         lambda: store.scratch().__enter__(),
     ):
-        with pytest.raises(StoreFailed, match=f"the directory was deleted while it was in use: '{store.root}'"):
+        with pytest.raises(
+            StoreFailed, match=f"the directory of the store was deleted while the store was in use: '{store.root}'"
+        ):
             write()
     assert not store.root.exists()
     assert open_store(uri).put("run.json", b"{}"), "a new run may have the name"

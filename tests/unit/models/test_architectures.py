@@ -73,7 +73,7 @@ def test_layers_between_the_hidden_states_and_the_head_are_refused():
     [
         (LlamaConfig(**SHAPE), ""),
         (LLAMA4, ""),
-        (MINIMAX, "MiniMaxCache has states outside of its layers"),
+        (MINIMAX, "MiniMaxCache, contains states that do not belong to a layer"),
         (MAMBA, "past_key_values"),
     ],
     ids=lambda each: getattr(each, "model_type", None),

@@ -218,5 +218,5 @@ def test_a_converted_image_is_upright_in_its_pixels(tmp_path):
 
 def test_a_truncated_image_that_needs_a_conversion_is_refused_with_its_row(tmp_path):
     noise = np.random.default_rng(0).integers(0, 65535, (64, 64))
-    with pytest.raises(BadInput, match=r"rows\.jsonl:1: images: image 1: the image cannot be decoded"):
+    with pytest.raises(BadInput, match=r"rows\.jsonl:1: images: image 1: the pixels of the image cannot be decoded"):
         load_images(tmp_path, gray(noise, np.uint16, "PNG")[:2000])

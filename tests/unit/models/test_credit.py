@@ -96,7 +96,7 @@ def test_staleness_counts_the_versions_since_the_policy_that_generated_a_token()
 
 
 KL = Grpo(kl=RewardKl())
-BAD_STARTS = r"'steps': .*ascending.*prompt row 0, sample 0"
+BAD_STARTS = r"'steps': .*ascend.*prompt row 0, sample 0"
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ BAD_STARTS = r"'steps': .*ascending.*prompt row 0, sample 0"
             1,
             {"segments": [{"policy_version": 5, "tokens": 1}]},
             Grpo(),
-            r"rollout 1 has 2 tokens.* 1 tokens",
+            r"row 1 .* 2 tokens.* 1 tokens",
         ),
         ("rollouts", 1, {"segments": [{"policy_version": 6, "tokens": 2}]}, Grpo(), r"version 6 .*version 5"),
-        ("estimates", 1, {"sample": 9}, KL, r"2 rollouts and 2 estimates: .*sample"),
-        ("estimates", 0, {"reference": [-1.0]}, KL, r"'reference' must have one number per completion token"),
+        ("estimates", 1, {"sample": 9}, KL, r"2 rows and its estimates with 2 rows .*sample"),
+        ("estimates", 0, {"reference": [-1.0]}, KL, r"'reference' .* must have one number for each token"),
         ("scores", 0, {"spans_steps": [1], "values_steps": [0.0]}, Capo(), BAD_STARTS),
         ("scores", 0, {"spans_steps": [0, 2, 2], "values_steps": [0.0] * 3}, Capo(), BAD_STARTS),
         ("scores", 0, {"spans_steps": [0, 3], "values_steps": [0.0] * 2}, Capo(), BAD_STARTS),

@@ -131,7 +131,7 @@ def test_both_bootstrap_bounds_of_equal_differences_are_that_difference(champion
 
 
 def test_fewer_than_thirty_problems_are_refused():
-    with pytest.raises(BadInput, match=r"at least 30 problems.* found 29\."):
+    with pytest.raises(BadInput, match=r"at least 30 problems.* only 29\."):
         compare(pair_binary_scores(0, 5, 29), alpha=0.01, seed=0)
     scores = pair_binary_scores(0, 5, 30)
     assert compare(scores, alpha=0.01, seed=0).prompts == 30

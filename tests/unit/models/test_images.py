@@ -118,7 +118,7 @@ def test_warm_up_examples_have_the_images_of_their_problems(folder):
         (animation(), r"animation .*\b2\b"),
         (picture(size=(201, 1)), "201 x 1 .*200 times"),
         (claiming(0, 5), "cannot be decoded|pixels.* 0 x 5"),
-        (claiming(12_000, 12_000), "89,478,485 pixels.* 12000 x 12000"),
+        (claiming(12_000, 12_000), "12000 x 12000 pixels.* 89,478,485 pixels"),
         (claiming(60_000, 60_000), "89,478,485 pixels"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_truncated_image_of_every_format_is_refused(kind, share):
     ],
 )
 def test_an_image_whose_missing_pixels_would_be_filled_is_refused_except_in_earlier_runs(encoded, reason):
-    with pytest.raises(BadInput, match=rf"^a: .*{reason}.*truncated"):
+    with pytest.raises(BadInput, match=rf"^a: .*truncated.*{reason}"):
         check_pixels(encoded, where="a")
     check_pixels(encoded, where="a", allows_missing=True)
 
@@ -325,7 +325,7 @@ def test_a_prompt_that_cannot_be_tokenized_with_its_images_is_refused(tokenizer,
     with pytest.raises(BadInput, match=r"a:1: .*1 placeholders.* 2"):
         prompts = [Problem("a:1", "<image> What?", "", images=(RED,))]
         tokenize_problems(prompts, tokenizer, processor, rules=TextRules("parse"))
-    with pytest.raises(BadInput, match=r"a:1: .*images \(1\).*only text"):
+    with pytest.raises(BadInput, match=r"a:1: .*1 images.*only text"):
         tokenize_problems([Problem("a:1", QUESTION, "", images=(RED,))], tokenizer)
 
 

@@ -119,9 +119,7 @@ GOOD = {"answers": 100, "invalid": 0, "canaries": 2, "canaries_passed": 0, "comp
         pytest.param(HONEST, [{"invalid": 10}, {}], None, id="few invalid answers"),
         pytest.param(HONEST, [{"invalid": 11}, {}], r"11 of 200 answers.* 5\.0%", id="too many invalid answers"),
         pytest.param(HONEST, [{"canaries_passed": 1}, {}], None, id="few known-bad answers pass"),
-        pytest.param(
-            HONEST, [{"canaries_passed": 1}] * 2, "2 of 4 known-bad answers", id="many known-bad answers pass"
-        ),
+        pytest.param(HONEST, [{"canaries_passed": 1}] * 2, "2 of 4 test answers", id="many known-bad answers pass"),
         pytest.param(HONEST, [{"answers": 0, "canaries": 0}], None, id="no completion has text"),
         pytest.param(STEPS, [{"unusable": 5}], None, id="few completions have no critique"),
         pytest.param(STEPS, [{"unusable": 6}], r"6 of 100 completions.* 5\.0%", id="many completions have no critique"),

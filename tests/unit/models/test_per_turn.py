@@ -125,7 +125,7 @@ PROBLEM = Problem(source="train.jsonl:1", prompt=(Message("user", "How much is b
 
 def test_a_template_that_rewrites_earlier_messages_is_refused_with_the_setting_that_accepts_it():
     settings = TargetEnvironment(target="tests.support.games:Echo", parser="none")
-    with pytest.raises(BadInput, match=r"rollout\.environment\.history='per_turn'"):
+    with pytest.raises(BadInput, match=r"rollout\.environment\.history = 'per_turn'"):
         check_turns(settings, tokenizer_of("qwen-3"), (), PROBLEM)
     per_turn = settings.model_copy(update={"history": "per_turn"})
     check_turns(per_turn, tokenizer_of("qwen-3"), tools_of(per_turn, [PROBLEM]), PROBLEM)

@@ -252,7 +252,7 @@ def test_the_columns_that_the_user_names_are_used(propose):
         ([{"question": "a", "problem": "b", "answer": 1}], {}, ["question ('a'), problem ('b')", "--prompt-column"]),
         ([{"prompt": "a", "answer": 1, "gold": 2}], {}, ["answer ('1'), gold ('2')", "--answer-column"]),
         ([{"left": "a", "right": "b"}], {}, ["left ('a'), right ('b')", "--prompt-column"]),
-        ([{"prompt": "a", "answer": 1}], {"prompt_column": "promt"}, ["--prompt-column 'promt'", "prompt, answer"]),
+        ([{"prompt": "a", "answer": 1}], {"prompt_column": "promt"}, ["--prompt-column is 'promt'", "prompt, answer"]),
         ([{"prompt": f"a{n}", "note": "b"} for n in range(9)], {}, ["--answer-column", "--judge", "note"]),
         ([{"prompt": "a", "answer": 1}], {}, ["too few problems"]),
         ([], {}, ["is empty"]),

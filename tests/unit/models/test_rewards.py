@@ -233,5 +233,5 @@ def test_processes_that_a_reward_started_are_killed_with_it(start_evaluator, tmp
     reward = TargetReward(target="tests.support.rewards:leave_pid_and_hang")
     path = tmp_path / "pids"
     [verdict] = start_evaluator(reward, timeout_seconds=2).evaluate(cases_of(str(path)))
-    assert re.search("^target: no value.* 2 s$", verdict.error)
+    assert re.search("^target: .*no score.* 2 s$", verdict.error)
     assert wait_for(lambda: not any(is_alive(int(pid)) for pid in path.read_text().split()))

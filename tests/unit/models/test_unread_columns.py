@@ -69,7 +69,7 @@ def test_columns_that_are_read_or_switched_off_are_not_named(tmp_path, row, keys
 @pytest.mark.parametrize("key", ["tools_column", "chat_template_kwargs_column"])
 def test_a_configured_column_for_chats_is_refused_if_all_prompts_are_plain_text(tmp_path, key):
     path = write_lines(tmp_path / "a.jsonl", {**TEXT, "mine": [TOOL] if key == "tools_column" else {"a": 1}})
-    with pytest.raises(BadInput, match=rf"data\.{key} has no effect.*remove data\.{key}"):
+    with pytest.raises(BadInput, match=rf"data\.{key} is set, but it has no effect.* Remove it"):
         notes_on(path, **{key: "mine"})
 
 

@@ -210,7 +210,7 @@ def test_a_skipped_prompt_is_reported(run):
     cursor = run.find("it-0002/seal").detail["cursor"]
     moved = detail(cursor={**cursor, "position": cursor["position"] + 1})
     problems = "\n".join(spoil(run, "it-0002/seal", moved))
-    assert "it-0002/seal: the cursor does not follow from the last batch" in problems
+    assert "it-0002/seal: the position in the order of prompts is not the one after the last batch" in problems
     assert "it-0003/plan: the prompts are not the" in problems
 
 

@@ -54,7 +54,7 @@ def test_the_key_of_a_shard_has_its_iteration_wave_stage_and_prefix(number, wave
     )
     assert read.with_stage("scoring").with_stage(stage) == read
     assert read.without_prefix == StageKey.of(iteration_key(number, wave), stage, shard)
-    with pytest.raises(ValueError, match="not the key of an evaluation"):
+    with pytest.raises(ValueError, match="not contain the number of an evaluation"):
         _ = read.evaluation
 
 
@@ -68,7 +68,7 @@ def test_a_key_without_a_shard_number_names_a_whole_stage(number, stage, prefix)
 def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(number, policy, stage, shard):
     key = StageKey.parse(StageKey.of(evaluation_key(number, policy=policy), stage, shard))
     assert (key.evaluation, key.stage, key.shard) == (number, stage, shard)
-    with pytest.raises(ValueError, match="not the key of an iteration"):
+    with pytest.raises(ValueError, match="not contain the number of an iteration"):
         _ = key.iteration
 
 

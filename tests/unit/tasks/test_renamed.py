@@ -157,7 +157,9 @@ def test_both_spellings_of_a_key_in_one_table_are_refused_by_name(case):
             else old
         )
 
-    with pytest.raises(BadInput, match=r"{} and {} are the same key".format(*case.leaves)) as refused:
+    with pytest.raises(
+        BadInput, match=r"{} and {} are both set, but they are the same key".format(*case.leaves)
+    ) as refused:
         parse_config(merged(case.document(case.old), case.document(case.new)), source="job.toml")
     assert "\n" not in str(refused.value)
 
