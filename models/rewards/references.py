@@ -82,7 +82,7 @@ def _compare_with_references(config: ReferenceReward, compare: Compare) -> Rewar
         references = [text.strip() for text in (answer.split(separator) if separator else [answer])]
         if not any(references):
             raise ValueError(
-                f"the reward {config.kind!r} compares completions with the reference answer, but the reference answer "
+                f"the reward {config.label!r} compares completions with the reference answer, but the reference answer "
                 "of this problem is empty. Fill it in, or set data.answer_column to the column with the answers"
             )
         return max(compare(completion.strip(), reference) for reference in references if reference)
