@@ -161,8 +161,8 @@ class GroupRelative(Algorithm):
     completions from the rewards of their groups."""
 
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. Their advantages are 0, so they only contribute through a
-    KL penalty and lower the weight of the other groups in the mean loss."""
+    """Whether groups with equal rewards are trained on too. Equal rewards give advantages of 0, so these groups
+    contribute only through a KL penalty and lower the weight of the other groups in the mean loss."""
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
     """Order of combining several reward terms: "sum_then_normalise" computes advantages from the weighted sum of the
     terms, "normalise_then_sum" computes the advantages of each term and then adds them by weight."""
@@ -272,8 +272,8 @@ class ReinforcePlusPlusBaseline(Algorithm):
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. Their advantages are 0, so they only contribute through a
-    KL penalty and lower the weight of the other groups in the mean loss."""
+    """Whether groups with equal rewards are trained on too. Equal rewards give advantages of 0, so these groups
+    contribute only through a KL penalty and lower the weight of the other groups in the mean loss."""
 
     @property
     def keeps_uninformative(self) -> bool:

@@ -186,7 +186,7 @@ class VllmEngine(EngineSettings):
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None
-    """Python with vLLM. The default is the environment that `rheostat engine install vllm` created."""
+    """Python interpreter with vLLM. The default is the one that `rheostat engine install vllm` installed."""
     base_urls: tuple[ServerAddress, ...] = ()
     """URLs of running servers, started by `rheostat engine serve vllm`, such as `http://127.0.0.1:8000`. If empty, each
     worker starts its own server. The servers must be able to read the run's files under the same paths."""

@@ -132,7 +132,7 @@ class EnvironmentSettings(EpisodeSettings, ABC):
     """Time limit in seconds for the environment's reply to a turn. If it is exceeded, the episode has failed and its
     reward is missing."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Number of environment processes in each worker, and so the number of episodes that are replied to at the same
+    """Number of environment processes in each worker, and so the number of episodes that receive replies at the same
     time."""
 
     @property
@@ -235,8 +235,8 @@ class SearchEnvironment(FileRules, EnvironmentSettings):
     passages: Annotated[int, Field(ge=1, le=100)] = 3
     """Number of passages returned for a query, sorted by decreasing similarity."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of episodes that are replied to at the same time. All of them use the same retriever in the process of the
-    rollout worker."""
+    """Number of episodes that receive replies at the same time. All of them use the same retriever in the process of
+    the rollout worker."""
 
     @property
     def run(self) -> RunEnvironment:

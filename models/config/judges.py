@@ -140,8 +140,8 @@ class JudgeReward(RewardTerm):
     escaped and enclosed in tags. "text" is the prompt as rendered by the policy's chat template. No effect on
     plain-text prompts."""
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
-    """Images shown to the judge: none with "none", or the images of the prompt with "prompt", in order and before the
-    text. For a text-to-image policy, "prompt" shows the generated picture."""
+    """Images shown to the judge: none with "none". With "prompt", the images of the prompt, in order and before the
+    text, or the generated picture of a text-to-image policy."""
     image_test_question: Annotated[
         str,
         Since("0.1.0", before="What colour is the square in the image? Answer with one word."),

@@ -260,7 +260,7 @@ class UpdateConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the whole run, after the warm-up steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of optimizer steps at the start of the run over which the learning rate rises linearly from 0."""
+    """Number of optimizer steps at the start of the run over which the learning rate rises linearly."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay, as in AdamW."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -278,7 +278,7 @@ class UpdateConfig(Settings):
     """Maximum tokens (with padding) and image patches of a micro-batch on one rank. Gradients are accumulated over the
     micro-batches of an optimizer step."""
     state_every: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Interval, in iterations, at which the optimizer state is stored. Resuming repeats the updates since then."""
+    """Iterations between two stored optimizer states. Resuming repeats the updates since the last stored one."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage. A run can be resumed with another stage if you accept the change (`--accept-change`)."""
     sequence_parallel: Annotated[Positive, Since("0.1.0", before=1)] = 1

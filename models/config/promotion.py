@@ -182,7 +182,7 @@ class PromotionConfig(Settings):
     max_contaminated: Fraction = 0.0
     """Maximum share of a suite's problems that may also occur among the training problems, literally or nearly."""
     problems: Literal["new", "all"] = "new"
-    """Training problems of a retrain: "new" uses only problems on which no earlier champion was trained, "all" uses all
+    """Training problems of a retrain: "new" uses only problems on which no champion so far was trained, "all" uses all
     problems."""
     approve: Literal["automatic", "manual"] = "automatic"
     """Approval of a challenger that passes all rules. With `automatic` it becomes the champion at once. With `manual`

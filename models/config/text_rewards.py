@@ -14,10 +14,8 @@ class ReferenceReward(BuiltInReward):
     checks_references = True
 
     reference_separator: str | None = None
-    """Text between alternative references in a reference answer, such as `"
-
-    | "`. The alternative with the highest score counts. If not set, the whole answer is one reference.
-    """
+    """Text between alternative references in a reference answer, such as `" ||| "`. The alternative with the highest
+    score counts. If not set, the whole answer is one reference."""
 
 
 class GradedReferenceReward(ReferenceReward):
@@ -114,13 +112,12 @@ class LengthReward(BuiltInReward):
     unit: Literal["words", "characters", "lines"] = "words"
     """Unit in which the length is counted. Words are separated by white space. Lines without text are not counted."""
     min_length: Annotated[int, Field(ge=0)] = 0
-    """Minimum length of a completion that gets the full reward, in the unit of `unit`."""
+    """Minimum length of a completion that gets the full reward, counted in `unit`."""
     max_length: Annotated[int, Field(ge=1)] | None = None
-    """Maximum length of a completion that gets the full reward, in the unit of `unit`. If not set, there is no
-    maximum."""
+    """Maximum length of a completion that gets the full reward, counted in `unit`. If not set, there is no maximum."""
     margin: Annotated[int, Field(ge=0)] = 0
-    """Distance from the limits at which the reward reaches 0, in the unit of `unit`. With 0, every length beyond the
-    limits gets 0."""
+    """Distance from the limits at which the reward reaches 0, counted in `unit`. With 0, every length beyond the limits
+    gets 0."""
 
     @property
     def is_graded(self) -> bool:
