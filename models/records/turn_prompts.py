@@ -27,8 +27,8 @@ def count_turn_prompts(rollouts: pa.Table) -> Integers:
 
 
 def split_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
-    """Split rollout rows so that every turn with a separate prompt becomes a row of its own, whose completion is the
-    text of this turn.
+    """Split rollout rows so that every turn with a separate prompt becomes a separate row. The completion of this row
+    is the text of the turn.
 
     Returns the new rows, and for each of them the index of its original row (K). Columns with one value per completion
     token are split in the same way, and all other columns are repeated. If there is such a turn, rows without segments

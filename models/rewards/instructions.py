@@ -149,7 +149,7 @@ def _has_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
 
 
 def _has_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Return whether `***` separates the text into exactly this number of paragraphs, none of which is empty."""
+    """Return whether `***` separates the text into exactly this number of paragraphs without an empty one."""
     paragraphs = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     inner = paragraphs[1:-1] if len(paragraphs) > 1 else []
     return all(inner) and sum(map(bool, paragraphs)) == num_paragraphs
