@@ -207,8 +207,8 @@ class GroupRelative(Algorithm):
 
 
 class Grpo(GroupRelative):
-    """Advantage computed as the reward minus the group mean, divided by the standard deviation (GRPO, arXiv 2402.03300,
-    section 4.1.2)."""
+    """Reward minus the group mean, divided by the standard deviation (GRPO, arXiv 2402.03300, section 4.1.2). The
+    result is the advantage of all tokens of the completion."""
 
     relative = "models.algorithms.group_relative:grpo"
 
@@ -226,8 +226,8 @@ class Grpo(GroupRelative):
 
 
 class DrGrpo(GroupRelative):
-    """Advantage computed as the reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). To follow the
-    paper, also set `update.loss.aggregation.kind = "constant"`."""
+    """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). The result is the advantage of all tokens
+    of the completion. To follow the paper, also set `update.loss.aggregation.kind = "constant"`."""
 
     relative = "models.algorithms.group_relative:dr_grpo"
 
@@ -235,8 +235,8 @@ class DrGrpo(GroupRelative):
 
 
 class Rloo(GroupRelative):
-    """Advantage computed as the reward minus the mean reward of the other completions in the group (RLOO, arXiv
-    2402.14740, eq. 8)."""
+    """Reward minus the mean reward of the other completions in the group (RLOO, arXiv 2402.14740, eq. 8). The result is
+    the advantage of all tokens of the completion."""
 
     relative = "models.algorithms.group_relative:rloo"
 
@@ -264,8 +264,8 @@ class ReinforcePlusPlus(Algorithm):
 
 
 class ReinforcePlusPlusBaseline(Algorithm):
-    """Advantage computed as the reward minus the group mean, normalized over the whole batch (REINFORCE++-baseline,
-    arXiv 2501.03262)."""
+    """Reward minus the group mean, normalized over the whole batch (REINFORCE++-baseline, arXiv 2501.03262). The result
+    is the advantage of all tokens of the completion."""
 
     implementation = "models.algorithms.group_relative:reinforce_pp_baseline"
     compares_groups = True

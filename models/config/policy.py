@@ -193,8 +193,8 @@ class MergeParent(Settings):
 
 
 class MergePolicy(PolicySource):
-    """Merge: weighted sum of the tensors of several policies with the same architecture and tokenizer, computed in
-    float32."""
+    """Merge of policies: weighted sum of the tensors of several policies with the same architecture and tokenizer,
+    computed in float32."""
 
     implementation = "models.modeling.initial:write_merged_policy"
     inspection = "models.inspection.directory:inspect_merge"

@@ -54,7 +54,7 @@ class ChatTraining(ChatColumns, FileRules):
     """Column with the images of a chat, in the order of their placeholders in the messages. If not set, chats have no
     images."""
     images_root: Location | None = None
-    """Directory to which the paths of images are relative. The default is the directory of the file."""
+    """Directory to which image paths are relative. The default is the directory of the data file."""
     loss: TrainedTurns = "assistant"
     """Tokens on which the loss is computed: "assistant" uses all turns of the assistant, "last" only the last one, and
     "all" every token except the first one."""

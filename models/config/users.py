@@ -86,7 +86,7 @@ class TrainedUser(UserModel):
 
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
-    """Size of the decoder, whose training starts with random weights."""
+    """Architecture and size of the decoder, whose training starts with random weights."""
     warmup: WarmupConfig = WarmupConfig()
     """Settings for the supervised training of the simulated user. `worked_answer_fraction` has no effect, because all
     examples come from worked episodes (example dialogues)."""

@@ -81,7 +81,7 @@ def take_rows(
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:
-    """Return a cursor that issues these prompt rows again, after the rows that are already in `returned`."""
+    """Return a cursor that issues these prompt rows once more, after the rows that already wait in `returned`."""
     return Cursor(position=cursor.position, returned=(*cursor.returned, *rows))
 
 

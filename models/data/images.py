@@ -165,8 +165,8 @@ def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
 
 
 def convert_image(encoded: bytes, background: str, *, where: str, rounds_color: bool = True) -> bytes:
-    """Return the encoded image unchanged. Return it converted to an RGB PNG with the color `background` if a policy
-    would otherwise lose shades (more than 8 bits) or transparency.
+    """Return the encoded image unchanged, unless a policy would lose shades (more than 8 bits) or transparency of it.
+    In this case return it converted to an RGB PNG, with transparent parts in the color `background`.
 
     Without `rounds_color`, images of color with 16 bits are unchanged. Raises BadInput if the image cannot be decoded.
     """

@@ -15,7 +15,8 @@ FileRow = tuple[str, Mapping[str, object]]
 """Row of a data file: its place for messages, such as `train.jsonl:17`, and the values of its columns."""
 
 FLOAT_CHARACTERS: Final = 15
-"""Number of characters up to which a decimal number can be stored as a float and printed again without a change."""
+"""Maximum length, in characters, of a decimal number that a float always represents so that it is printed the same
+again."""
 _SEPARATORS: Final = re.compile(r"[\s,]*")
 _UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
 

@@ -35,7 +35,7 @@ ANSWERS: Final = (
 RUBRICS: Final = ("rubric", "rubrics")
 """Common names of columns with rubrics."""
 INSTRUCTION_COLUMNS: Final = ("instruction_id_list", "kwargs")
-"""Names of the columns in which google/IFEval stores the instructions whose compliance can be checked by a program."""
+"""Names of the columns in which google/IFEval stores its instructions, which a program can check."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from models.rewards.rules import Reward, build_reward
 NEARLY_ALL: Final = 0.95
 """Minimum share of answers that must be of a kind, so that a reward for this kind is proposed."""
 MAX_LABELS: Final = 20
-"""Maximum number of different answers with which the answers count as labels (classes)."""
+"""Maximum number of different answers up to which answers count as labels (classes)."""
 ROWS_PER_LABEL: Final = 4
 """Minimum of the mean number of rows per different answer with which the answers count as labels (classes)."""
 LABEL_WORDS: Final = 5
