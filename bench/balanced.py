@@ -31,7 +31,7 @@ SHOWN: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ReinforcedRun:
-    """Results of reinforcement learning from one initial policy."""
+    """Metrics per iteration of one RL run, and its accuracy on held-out problems before and after training."""
 
     numbers: Mapping[str, tuple[float, ...]]
     """Values of each metric in every iteration of the run, by the name of the metric."""

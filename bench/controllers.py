@@ -28,7 +28,7 @@ CONTROLLERS = (1, 2, 4, 8)
 PROMPTS, SHARD_PROMPTS = 16, 2
 ITERATIONS = 2
 SAMPLES = PROMPTS * GROUP
-"""Number of samples per iteration, in 8 shards of 16."""
+"""Number of samples (completions) per iteration. They are stored in 8 shards of 16."""
 HITS = ("searches", "that found payload", "of workers", "that found it")
 NOTES = (
     "peak: VmHWM with pages of mapped files; ratio: to the smallest payload with the same number of controllers",

@@ -23,4 +23,4 @@ class DrawnVllm(VllmEngine):
     implementation = "bench.drawn_engine:DrawnEngine"
 
     lengths: DrawnLengths
-    """Distribution of the lengths at which completions end."""
+    """Distribution from which the length of each completion is sampled."""

@@ -199,9 +199,9 @@ def load_suite(tree, patterns, stored, log):
 
 
 def rank(mutant, suite, tree):
-    """Return the tests that reach a mutant, quickest first. Tests whose module names the mutated module come first.
+    """Return the tests that execute the mutated line. Tests that import the mutated module come first, then quick ones.
 
-    If the mutated line runs at import, take the tests that execute a line with the first name of the mutated line.
+    If the mutated line runs at import, return the tests that execute a line with the first name of the mutated line.
     """
     path = Path(mutant["file"])
     package, code, lines = ".".join(path.parent.parts), (tree / path).read_text(), suite["lines"][mutant["file"]]
@@ -266,7 +266,7 @@ def run_tests(tests, options):
 
 
 def in_fork(tree, log, seconds, function, *arguments):
-    """Call a function in a forked process that imports the project from `tree`.
+    """Call `function` in a forked process that imports the project from `tree` and logs to `log`. Return its result.
 
     Return None if the process uses more CPU seconds than `seconds`, or lasts five times as long.
     """

@@ -61,7 +61,7 @@ class ProcessUsage:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the user and system time of a process so far, in seconds."""
+    """Return the user plus system CPU time in seconds that the process `pid` has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 

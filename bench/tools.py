@@ -84,9 +84,9 @@ def measure() -> Iterator[Table]:
 
 
 def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[EpisodeTimes, EpisodeTimes]], bool]:
-    """Generate all episodes alternately with tools that answer at once and with tools that sleep.
+    """Generate all episodes alternately with immediate tools and with tools that sleep.
 
-    Return one pair of times (at once, sleeping) per repetition, and whether all tokens were the same.
+    Return one pair of times (immediate, sleeping) per repetition, and whether all tokens were the same.
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         store = open_store(f"{name}/bench")
