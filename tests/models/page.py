@@ -71,7 +71,10 @@ def write_page() -> None:
     if not results:
         sys.exit(f"{RESULTS} has no results. Run `make test-models` first.")
     version, in_vllm = list_vllm_architectures()
-    versions = f"Computed with transformers {transformers.__version__}. The classes are those of vLLM {version}.\n"
+    versions = (
+        f"The results were computed with transformers {transformers.__version__}. "
+        f"The column `vllm` lists the model classes of vLLM {version}.\n"
+    )
     table = f"{START}{versions}\n{format_table(results, in_vllm=in_vllm)}{END}"
     PAGE.write_text(re.sub(f"{START}.*{END}", lambda _: table, PAGE.read_text(), flags=re.DOTALL))
 
