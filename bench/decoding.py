@@ -173,9 +173,9 @@ def engine_with(changes: Mapping[str, object]) -> HuggingFaceEngine:
 
 
 def requests(lengths: list[int]) -> list[Request]:
-    """Build one generation request per item of `lengths`.
+    """Build one generation request per length in `lengths`, which is the maximum number of completion tokens.
 
-    Each has a prompt of 32 random tokens, and the item is its maximum number of completion tokens.
+    Each request has a prompt of 32 random tokens.
     """
     random = np.random.Generator(np.random.Philox(derive_seed("prompts")))
     return [

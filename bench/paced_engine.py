@@ -39,7 +39,7 @@ class _Vocabulary:
     """Token sequences that a completion can end with. Each includes EOS, and a completion uses one of them."""
     median_tokens: float
     digest: str
-    """Digest of the weights of the policy whose tokenizer is used."""
+    """Digest of the policy whose tokenizer is used."""
 
 
 class Paced:
@@ -100,8 +100,8 @@ class Paced:
     ) -> list[tuple[float, ...]]:
         """Return the same log-prob for every continuation, without a model.
 
-        Sleeps for the time of one decoding step with one sequence per prompt. Returns a tuple per prompt with one log-
-        prob per continuation.
+        Sleeps for the time of one decoding step with one sequence per prompt. Returns a tuple per prompt with one
+        log-prob per continuation.
         """
         self._due = time.perf_counter()
         self._run(1, sequences=len(prompts))

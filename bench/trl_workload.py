@@ -11,7 +11,7 @@ from pathlib import Path
 CPU_VLLM = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Environment variables that let vLLM's CPU build run next to a trainer.
 
-Without them it would bind the threads of both to the same cores and use half of the memory.
+Without them vLLM would bind the threads of both to cores and use half of the memory.
 """
 
 

@@ -45,8 +45,8 @@ class RawProcess:
     run_round: Callable[[str], RawRound]
     """Function that generates the workload once.
 
-    The argument is `same` for the seeds and log-probs of Rheostat, or `plain` for generation without seeds and log-
-    probs.
+    The argument is `same` for the seeds and log-probs of Rheostat, or `plain` for generation without seeds and
+    log-probs.
     """
 
 
