@@ -37,10 +37,10 @@ ALONE = (
     *("s3", "moved", "slices", "reality", "curves", "balanced"),
     *("scale", "staleness", "vllm", "tools", "gpu", "ddpo"),
 )
-"""Parts that take long or need another environment. They run only if they are named."""
+"""Names of benchmarks that take long or need another environment. They run only if `--only` names them."""
 
 QUIET = 0.5
-"""Load average below which the machine counts as idle. Processes that have just started or ended still add a little."""
+"""Load average of the machine below which it counts as idle. Processes that have just started or ended add a little."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def machine() -> dict[str, object]:
-    """Return the hardware and software on which the benchmarks run."""
+    """Return the number of CPUs, the platform, and the versions of Python and of the main packages."""
     packages = ("torch", "transformers", "deepspeed", "ray", "prefect", "pyarrow", "trl")
     return {
         "cpus": os.cpu_count(),

@@ -44,7 +44,10 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 
 
 def measure() -> list[Table]:
-    """Measure each algorithm. Columns are in memory, as after reading a shard, and nothing is written."""
+    """Measure the seconds that each algorithm takes to compute advantages and credit.
+
+    Return a table with one row per algorithm. Columns are in memory, as after reading a shard, and nothing is written.
+    """
     batch, rows = experience(), []
     for name, algorithm in ALGORITHMS.items():
         durations = []
@@ -69,7 +72,7 @@ def measure() -> list[Table]:
 
 
 def experience() -> Experience:
-    """Sample completions with outcomes and flagged steps, and the per-token outputs of auxiliary models."""
+    """Build random training data: completions with rewards, flagged steps, and outputs of auxiliary models."""
     random = np.random.default_rng(0)
     lengths_N = np.maximum(random.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, COMPLETIONS), 1).astype(np.int64)
     tokens = int(lengths_N.sum())
@@ -111,7 +114,7 @@ def _credit_seconds(batch: Experience, algorithm: AlgorithmConfig) -> float:
 
 
 def _tables(batch: Experience) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Convert the same data to tables of rollouts, scores and estimates."""
+    """Convert the experience to Arrow tables: rollouts, scores, and per-token outputs of auxiliary models."""
     scored, models = batch.scored, batch.auxiliary_scores
     lengths_N, spans = scored.lengths_N, scored.terms[1].spans
     assert spans is not None

@@ -17,11 +17,11 @@ from tasks.views.metrics import evaluations_of
 SEEDS = (0, 1, 2)
 ITERATIONS = 20
 FIRST = 5
-"""Number of iterations that the table calls the first."""
+"""Number of iterations at the start of training over which the table reports minima and means."""
 PLOT = Path(__file__).parents[1] / "docs" / "pictures" / "balanced.svg"
 DISTILLED, BALANCED = "distilled", "balanced"
 SHARES: Mapping[str, float] = {"instruct": 0.25, "distilled": 0.25, "pretrained": 0.5}
-"""Weights of the merge: θ = b (a instruct + (1 − a) distilled) + (1 − b) pretrained with a = b = 1/2."""
+"""Weights of the merged policies: θ = b (a instruct + (1 − a) distilled) + (1 − b) pretrained with a = b = 1/2."""
 SHOWN: Mapping[str, str] = {
     "credit/length_mean": "completion length, tokens",
     "credit/reward_mean": "reward, share of correct completions",
@@ -31,17 +31,20 @@ SHOWN: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ReinforcedRun:
-    """Results of reinforcement learning from one initial policy."""
+    """Metrics per iteration of one RL run, and its accuracy on held-out problems before and after training."""
 
     numbers: Mapping[str, tuple[float, ...]]
-    """Values per iteration, by metric."""
+    """Values of each metric in every iteration of the run, by the name of the metric."""
     before: float
-    """Accuracy on held-out problems with greedy sampling, before training."""
+    """Accuracy of the initial policy on held-out problems with greedy sampling, before training."""
     after: float
 
 
 def measure() -> Iterator[Table]:
-    """Train from both initial policies on every seed, and write the plot in docs/."""
+    """Train with RL from the distilled and from the merged policy on every seed.
+
+    Yield a table of rewards, lengths and KL per run, and write the plot docs/pictures/balanced.svg.
+    """
     runs: dict[str, list[ReinforcedRun]] = {DISTILLED: [], BALANCED: []}
     for seed in SEEDS:
         with ExitStack() as stack:
@@ -59,10 +62,11 @@ def measure() -> Iterator[Table]:
 
 
 def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
-    """Train the three parents of the merge and return their directories.
+    """Train the three policies that are merged, and return their directories by name.
 
-    "pretrained" is the demo's policy after warm-up on worked and bare answers, "instruct" that policy after more bare
-    answers, and "distilled" that policy after distillation from a teacher that gives worked answers only.
+    "pretrained" is the demo's policy after warm-up on answers with and without worked steps. "instruct" is "pretrained"
+    after more training on answers without steps. "distilled" is "pretrained" after distillation from a teacher that
+    always shows the steps. The jobs' stores exist until `stack` is closed.
     """
     pretrained = stack.enter_context(prepare_policy(seed))
     start = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
@@ -140,7 +144,10 @@ def _table(runs: Mapping[str, Sequence[ReinforcedRun]]) -> Table:
 
 
 def _draw(runs: Mapping[str, Sequence[ReinforcedRun]]) -> None:
-    """Draw one panel per metric: each seed as a thin line, the mean over seeds as a thick one."""
+    """Plot one panel per metric over the iterations: each seed as a thin line, and the mean over seeds as a thick line.
+
+    `runs` contains one run per seed for each initial policy.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.5), layout="constrained")

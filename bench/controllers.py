@@ -23,12 +23,12 @@ from bench.tables import Table
 from tests.support.jobs import RHEOSTAT, ROOT, kill
 
 PAYLOADS = (4 * 1024, 1024 * 1024)
-"""Payload sizes in bytes per sample."""
+"""Sizes in bytes of the reference answer that each sample carries through the pipeline as payload."""
 CONTROLLERS = (1, 2, 4, 8)
 PROMPTS, SHARD_PROMPTS = 16, 2
 ITERATIONS = 2
 SAMPLES = PROMPTS * GROUP
-"""Number of samples per iteration, in 8 shards of 16."""
+"""Number of samples (completions) per iteration. They are stored in 8 shards of 16."""
 HITS = ("searches", "that found payload", "of workers", "that found it")
 NOTES = (
     "peak: VmHWM with pages of mapped files; ratio: to the smallest payload with the same number of controllers",
@@ -40,24 +40,24 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class ControllerCosts:
-    """Measurements of one run."""
+    """Memory and CPU time of the processes of one job with a given number of controllers and payload per sample."""
 
     controllers: int
     payload_bytes: int
     iterations: int
     driver_cpu_seconds: float
-    """CPU seconds of the driver from the first plan to the last seal."""
+    """CPU seconds of the driver process from the plan of the first iteration to the end of the last iteration."""
     processes: tuple[ProcessUsage, ...]
     files: tuple[Path, ...]
-    """Files of Prefect that contain the marker. Expected to be empty."""
+    """Files in Prefect's home directory that contain the payload's marker. Expected to be empty."""
 
     def of(self, kind: str) -> list[ProcessUsage]:
-        """Return the processes of one kind."""
+        """Return the measurements of all processes of one kind: "driver", "controller" or "worker"."""
         return [process for process in self.processes if process.kind == kind]
 
     @property
     def flow_processes(self) -> list[ProcessUsage]:
-        """Processes of the driver and the controllers."""
+        """Measurements of the driver and of all controllers, which are the processes that run Prefect flows."""
         return [*self.of("driver"), *self.of("controller")]
 
     def cpu_per_10_000(self, seconds: float) -> float:
@@ -67,7 +67,11 @@ class ControllerCosts:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlace:
-    """Environment of jobs: Prefect's home directory and the process ID of the worker that starts controllers."""
+    """Environment for jobs of this benchmark.
+
+    It contains Prefect's home directory, environment variables, and the process ID of the Prefect worker that starts
+    controllers. The ID is None if controllers run in the driver.
+    """
 
     home: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +79,11 @@ class BenchPlace:
 
 
 def measure() -> list[Table]:
-    """Run the same job with increasing numbers of controllers, each with a small and a large payload."""
+    """Run the same job with 1 to 8 controllers, each with a small and a large payload per sample.
+
+    Return a table with the driver's peak memory, the processes whose memory contains payload, and the driver's CPU
+    time.
+    """
     runs = []
     for controllers in CONTROLLERS:
         for payload in PAYLOADS:
@@ -85,7 +93,10 @@ def measure() -> list[Table]:
 
 
 def run_job(place: BenchPlace, controllers: int, payload: int, *, iterations: int) -> ControllerCosts:
-    """Run one job and watch its processes until they end. Raises RuntimeError if the job fails."""
+    """Run one job, and measure the memory and CPU time of its processes until they end.
+
+    `payload` is the number of bytes of payload per sample. Raises RuntimeError if the job fails.
+    """
     marker = secrets.token_hex(16).encode()
     where = "nested" if place.worker is None else "deployment"
     sys.stderr.write(f"measuring {controllers} controllers ({where}) with {payload} bytes per sample\n")
@@ -113,14 +124,20 @@ def run_job(place: BenchPlace, controllers: int, payload: int, *, iterations: in
 
 
 def _payload(marker: bytes, size: int) -> str:
-    """Return a text that contains the marker in every memory page, except in the head that a report shows."""
+    """Return a text of `size` characters that contains the marker in every memory page except the first half page.
+
+    The run's final report shows the start of the text, which is therefore free of the marker.
+    """
     head = "." * (PAGE // 2)
     line = f"{marker.decode()}{'.' * (PAGE // 2 - len(marker))}"
     return (head + line * (size // len(line)))[:size]
 
 
 def list_processes(driver: int, place: BenchPlace) -> dict[int, str]:
-    """Return the kinds of the driver, its workers and the controllers below Prefect's worker, by process ID."""
+    """Return the kind of each process of a job by process ID: "driver", "worker" or "controller".
+
+    `driver` is the process ID of the job's driver.
+    """
     try:
         below = psutil.Process(driver).children(recursive=True)
         above = psutil.Process(place.worker).children(recursive=True) if place.worker else []
@@ -140,7 +157,10 @@ def list_processes(driver: int, place: BenchPlace) -> dict[int, str]:
 
 
 def process_environment(place: BenchPlace) -> dict[str, str]:
-    """Return the environment variables for a process, without the Prefect settings of this process."""
+    """Return the environment variables for a process of the benchmark.
+
+    Prefect's settings are those of `place` instead of those of the current process.
+    """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return {**variables, "PREFECT_HOME": str(place.home), **place.environment}
 
@@ -165,9 +185,10 @@ def _table(runs: Sequence[ControllerCosts]) -> Table:
 
 
 def count_hits(run: ControllerCosts) -> tuple[int, int, int, int]:
-    """Return the searches and hits of the memory of flow processes, then those of workers.
+    """Count how often a job's memory was searched for payload and how often payload was found.
 
-    Raises AssertionError if a file of Prefect contains payload.
+    Returns searches and finds for the driver and controllers, then searches and finds for workers. Raises
+    AssertionError if a file of Prefect contains payload.
     """
     assert not run.files, f"these files contain payload: {', '.join(map(str, run.files))}"
     flows, workers = run.flow_processes, run.of("worker")
@@ -185,6 +206,9 @@ def peak_mebibytes(processes: Sequence[ProcessUsage]) -> float:
 
 
 def ratio(run: ControllerCosts, runs: Sequence[ControllerCosts], kind: str) -> float:
-    """Return the peak memory relative to the run with the same number of controllers and the smallest payload."""
+    """Return the ratio of a run's peak memory to that of the run with as many controllers and the smallest payload.
+
+    `kind` selects the processes: "driver", "controller" or "worker".
+    """
     small = next(other for other in runs if other.controllers == run.controllers)
     return peak_mebibytes(run.of(kind)) / peak_mebibytes(small.of(kind))

@@ -14,17 +14,18 @@ from tasks.views.metrics import evaluations_of, reports_of
 
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)
-"""Further seeds for the two algorithms that are compared in pairs."""
+"""Additional seeds for the two algorithms (GRPO and CAPO) that are compared seed by seed."""
 PLOT = Path(__file__).parents[1] / "docs" / "algorithms.png"
 CONFIGS = DEMO.parent
 COLORS = 10
-"""Number of colors in matplotlib's cycle. Lines beyond this number are dashed."""
+"""Number of colors in matplotlib's color cycle. Curves after this number reuse the colors with dashed lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Configuration file and its overrides.
-    `{teacher}` is replaced by a policy that was trained on worked answers only.
+    """Configuration file of a training job, with overrides such as `algorithm.kind=grpo`.
+
+    In overrides, `{teacher}` is replaced by the directory of a policy that was trained on worked answers only.
     """
 
     overrides: tuple[str, ...]
@@ -74,17 +75,20 @@ RECIPES: Mapping[str, Recipe] = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Shares of problems that a policy solved in one run."""
+    """Learning curve of one run, as shares of problems that the policy solved during and after training."""
 
     rollouts: tuple[float, ...]
-    """Share for the sampled rollouts of each iteration."""
+    """Share of correct completions among the sampled rollouts of each iteration."""
     before: float
-    """Share for the held-out problems with greedy sampling, before training."""
+    """Share of held-out problems that the policy solves with greedy sampling before training."""
     after: float
 
 
 def measure() -> Iterator[Table]:
-    """Train every recipe on every seed and write the plot in docs/, then compare two recipes on more seeds."""
+    """Train every recipe on every seed and plot the learning curves in docs/algorithms.png.
+
+    Yield a table of all recipes, and a table that compares GRPO and CAPO on more seeds.
+    """
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in (*SEEDS, *MORE_SEEDS):
         with prepare_policy(seed) as start, prepare_policy(seed, "warmup.worked_answer_fraction=1") as teacher:
@@ -99,7 +103,10 @@ def measure() -> Iterator[Table]:
 
 @contextmanager
 def prepare_policy(seed: int, *overrides: str):
-    """Run the block with the directory of the demo's policy after its warm-up, before any reinforcement learning."""
+    """Warm up the demo's policy by supervised training, and yield the policy's directory for the block.
+
+    `overrides` change the demo's configuration. No reinforcement learning is done.
+    """
     with run_job_to_end(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
         manifest = job.run.find(StageKey.policy(0))
         assert manifest is not None
@@ -107,7 +114,7 @@ def prepare_policy(seed: int, *overrides: str):
 
 
 def train_curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
-    """Train from a warmed-up policy and return the learning curve."""
+    """Train a recipe from the warmed-up policy in the directory `start`, and return the learning curve."""
     begun = ("warmup=", "policy.kind=directory", f"policy.path={start}", f"seed={seed}")
     overrides = tuple(override.replace("{teacher}", str(teacher)) for override in recipe.overrides)
     with run_job_to_end(recipe.config, (*begun, *overrides)) as job:
@@ -121,7 +128,10 @@ def train_curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Cur
 
 
 def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
-    """Build a table with one row per recipe. Ranges are over seeds."""
+    """Build a table of the solved shares before, during and after training, with one row per recipe.
+
+    The values are means over seeds. The last column is the range over seeds.
+    """
     rows = []
     for name, runs in curves.items():
         after = [run.after for run in runs]
@@ -150,7 +160,10 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
 
 
 def pairs_table(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
-    """Build a table with one row per seed, on which both algorithms share the policy, prompts and budget."""
+    """Build a table that compares GRPO and CAPO seed by seed.
+
+    On each seed both algorithms have the same initial policy, prompts and training budget.
+    """
     rows = [
         (f"seed {seed}", fmean(a.rollouts), fmean(b.rollouts), a.after, b.after)
         for seed, a, b in zip((*SEEDS, *MORE_SEEDS), grpo, capo, strict=True)
@@ -166,7 +179,10 @@ def pairs_table(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Plot each recipe's share of correct rollouts: the mean over seeds, and the range in a lighter shade."""
+    """Plot each recipe's share of correct rollouts over the iterations, and save the plot to `path`.
+
+    A line shows the mean over seeds, and a lighter area shows the range over seeds.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -19,26 +19,32 @@ from infra.store.runs import Run
 from tasks.run.keys import iteration_key
 
 DATA_TIMINGS = ("load", "write", "save")
-"""Names of workers' timings for moving data. The rest of a worker's seconds is work."""
+"""Names of the worker timings that measure data movement. A worker's remaining seconds are spent on computation."""
 
 WEIGHTS_TIMING = "weights_seconds"
-"""Name of the timing of all loading of weights by a worker, at its wake-up before the work or within the work."""
+"""Name of the timing that measures all loading of weights by a worker, when the worker wakes up and during its work."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """Time of one iteration in seconds."""
+    """Wall-clock seconds of one iteration, split into the seconds of workers, data movement and orchestration."""
 
     number: int
     seconds: float
     busy: float
-    """Time in which at least one worker was busy, with work or data."""
+    """Seconds in which at least one worker computed or moved data."""
     data: float
-    """Time in which the slowest worker of each stage moved data."""
+    """Seconds of data movement: loading weights and writing shards or weights.
+
+    Each stage contributes the seconds of its slowest worker.
+    """
     stages: dict[str, float]
-    """Time of each stage's workers. For parallel workers this is the slowest."""
+    """Seconds of each stage (rollout, scoring, credit, update).
+
+    If workers run in parallel, the slowest worker counts.
+    """
 
     @property
     def orchestration(self) -> float:
@@ -46,12 +52,12 @@ class Cycle:
 
     @property
     def overhead(self) -> float:
-        """Time of orchestration and data together."""
+        """Seconds of orchestration plus seconds of data movement."""
         return self.orchestration + self.data
 
 
 def read_cycles(run: Run) -> list[Cycle]:
-    """Return the cycle of every sealed iteration, in order."""
+    """Return the time breakdown of every finished iteration of a run, in order."""
     number, ends, cycles = 1, _end(run.find("eval-0000/summary")), []
     while (seal := run.find(f"{iteration_key(number)}/seal")) is not None:
         begins, ends = ends, _end(seal)
@@ -61,7 +67,7 @@ def read_cycles(run: Run) -> list[Cycle]:
 
 
 def median_cycle(cycles: Sequence[Cycle]) -> Cycle:
-    """Return a cycle with the median of each quantity."""
+    """Return the medians over iterations of all measured times, as one `Cycle` with the number 0."""
 
     def median(values: Iterable[float]) -> float:
         return statistics.median(values)
@@ -101,7 +107,7 @@ def _end(manifest: Manifest | None) -> float:
 
 
 def _covered(intervals: Sequence[Interval]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the total length of time that is covered by at least one of the intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

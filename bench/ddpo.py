@@ -32,8 +32,9 @@ from models.denoising.samplers import transition
 from models.denoising.steps import GenerationSetup
 
 PYTHON_VARIABLE = "BENCH_DDPO_PYTHON"
-"""Environment variable with the Python of TRL's environment.
-If unset, the one that `make bench-ddpo` builds is used.
+"""Name of the environment variable that contains the path of the Python interpreter of TRL's environment.
+
+If the variable is not set, the environment that `make bench-ddpo` builds is used.
 """
 ROUNDS = 5
 STEPS, LEARNT = 6, (6, 3)
@@ -57,7 +58,11 @@ WORKLOAD = DrawingWorkload(
 
 
 def measure() -> Iterator[Table]:
-    """Compare the log-probs of both trainers, then their times with all and with some steps trained."""
+    """Compare training epochs of a text-to-image policy in Rheostat and in TRL's `DDPOTrainer`.
+
+    Yields a table that compares the log-probs of the same denoising steps. Then yields a table of times and peak memory
+    for training on all denoising steps, and one for training on half of them.
+    """
     python = find_trl()
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
@@ -72,7 +77,10 @@ def measure() -> Iterator[Table]:
 
 
 def find_trl() -> Path:
-    """Return the Python of TRL's environment. Raises BadInput if it does not exist."""
+    """Return the path of the Python interpreter of TRL's environment.
+
+    Raises BadInput if the interpreter does not exist.
+    """
     configured = os.environ.get(PYTHON_VARIABLE)
     python = Path(configured) if configured else Path(f"{sys.prefix}-ddpo") / "bin" / "python"
     if not python.exists():
@@ -83,7 +91,10 @@ def find_trl() -> Path:
 
 
 def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[EpochCost], list[EpochCost]]:
-    """Run epochs of both trainers in turns and return their costs, without the first round."""
+    """Run epochs of Rheostat and TRL alternately. Return Rheostat's costs and TRL's costs, without the warm-up round.
+
+    `python` is the interpreter of TRL's environment, and the workload is written to `path`.
+    """
     workload.write(path)
     ours, theirs = list[EpochCost](), list[EpochCost]()
     with (
@@ -100,9 +111,10 @@ def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[E
 
 @torch.no_grad()
 def read_logprobs(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of TRL's steps from Rheostat's trainer and from TRL, of shape (images, steps).
+    """Compute Rheostat's log-probs of denoising steps that TRL sampled.
 
-    TRL's log-probs include the constants of the normal distribution, which Rheostat's omit. They are added here.
+    Return them and TRL's, each of shape (images, steps). TRL's log-probs include the constants of the normal
+    distribution, which Rheostat's omit. The constants are added to Rheostat's log-probs here.
     """
     trail = np.load(workload.trail)
     byte_tokenizer().save_pretrained(workload.pipeline)  # added when a policy is imported
@@ -122,7 +134,10 @@ def read_logprobs(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
 
 
 def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:
-    """Build a table of the differences. Raises BadInput if they exceed rounding errors (`TOLERANCE`)."""
+    """Build a table with the largest difference between the log-probs of Rheostat and TRL, of shape (images, steps).
+
+    Raises BadInput if the difference exceeds rounding errors (`TOLERANCE`).
+    """
     apart = (ours_NT - theirs_NT).abs().max().item()
     if not apart <= TOLERANCE:
         raise BadInput(
@@ -136,7 +151,10 @@ def steps_table(ours_NT: Tensor, theirs_NT: Tensor) -> Table:
 
 
 def table(workload: DrawingWorkload, ours: Sequence[EpochCost], theirs: Sequence[EpochCost], *, weights: int) -> Table:
-    """Build a table with the medians of both trainers, and of the ratios of each round."""
+    """Build a table that compares the median times and peak memory of Rheostat's and TRL's epochs.
+
+    The ratios TRL / Rheostat are computed for each pair of epochs. `weights` is the number of weights of the UNet.
+    """
 
     def row(title: str, name: str, scale: float = 1.0) -> tuple[str, float, float, float, float, float]:
         mine, others = ([getattr(each, name) * scale for each in side] for side in (ours, theirs))

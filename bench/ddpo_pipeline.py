@@ -15,7 +15,10 @@ LATENTS: Final = 16
 
 
 def write_small_pipeline(directory: Path) -> int:
-    """Save a pipeline and return the number of the UNet's weights."""
+    """Save a small Stable Diffusion pipeline with random weights to a directory.
+
+    Return the number of weights of its UNet.
+    """
     torch.manual_seed(0)
     tokenizer = _byte_words(directory.with_name("tokenizer"))
     unet = UNet2DConditionModel(
@@ -56,7 +59,10 @@ def write_small_pipeline(directory: Path) -> int:
 
 
 def _byte_words(directory: Path) -> CLIPTokenizer:
-    """Build CLIP's tokenizer without merges: each token is one byte, with or without an end of word."""
+    """Build a CLIP tokenizer without merges, so that every byte is one token.
+
+    A second token per byte marks the last byte of a word. The vocabulary is written to `directory`.
+    """
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     directory.mkdir()

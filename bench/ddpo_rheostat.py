@@ -34,18 +34,18 @@ from tests.support.update_workers import free_port
 
 RUN = "bench"
 ENDLESS = 10**6
-"""Number of iterations of a run without a last iteration."""
+"""Total number of iterations that workers are given. It is so large that the run never reaches its last iteration."""
 
 
 def denoising_of(workload: DrawingWorkload) -> DenoisingConfig:
-    """Return the denoising configuration of a workload."""
+    """Convert the settings of the benchmark's workload to Rheostat's configuration of the denoising process."""
     window = None if workload.learnt == workload.steps else LearntWindow(size=workload.learnt, first=0, last=2)
     return DenoisingConfig(steps=workload.steps, sampler=DdimSampler(), window=window, guidance=workload.guidance)
 
 
 @dataclass(slots=True)
 class Learning:
-    """Workers of a run and their current policy."""
+    """Diffusion training run: its rollout, scoring and update workers, and the policy being trained."""
 
     workload: DrawingWorkload
     rollout: RolloutWorker
@@ -56,7 +56,10 @@ class Learning:
     policy: ModelVersion
 
     def take(self) -> EpochCost:
-        """Run one iteration and return its cost."""
+        """Run one training iteration: load the policy, generate and score images, and update the policy.
+
+        Return the CPU seconds, wall-clock seconds and peak memory.
+        """
         watch = Stopwatch.started()
         self.rollout.take(self.policy)
         loading_cpu, loading = watch.restart()
@@ -74,7 +77,10 @@ class Learning:
         )
 
     def _drawn(self) -> tuple[ShardRef, ShardRef]:
-        """Generate images, score them and compute credit. Return the shards of samples and of images."""
+        """Generate images for all prompts, score them and compute credit.
+
+        Return the shard of training samples and the shard of images.
+        """
         iteration = self.policy.version + 1
         work = RolloutWork(
             iteration=iteration,
@@ -111,7 +117,10 @@ class Learning:
 
 
 def begin(workload: DrawingWorkload) -> Callable[[], EpochCost]:
-    """Store the policy and the prompts, start the workers, and return a function that runs one epoch."""
+    """Set up the Rheostat side of the benchmark, and return a function that runs one training epoch.
+
+    Stores the policy and the prompts, and starts the workers in this process.
+    """
     home = tempfile.mkdtemp(prefix="rheostat-bench-", dir=workload.trail.parent)
     store = open_store(f"{home}/{RUN}")
     imported = Path(home, "policy")
@@ -144,7 +153,7 @@ def begin(workload: DrawingWorkload) -> Callable[[], EpochCost]:
 
 
 def update_config(workload: DrawingWorkload, denoising: DenoisingConfig) -> UpdateConfig:
-    """Return the update configuration that matches TRL's."""
+    """Return Rheostat's update configuration with the same optimizer settings and batch sizes as TRL's trainer."""
     return UpdateConfig(
         learning_rate=workload.learning_rate,
         weight_decay=workload.weight_decay,

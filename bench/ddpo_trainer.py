@@ -14,7 +14,10 @@ from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, peak_byte
 
 
 class TimedTrainer(DDPOTrainer):
-    """Trainer that records when the images have their rewards. The advantages, one line of numpy, count as training."""
+    """TRL's DDPO trainer, which also measures the time until all images are generated and have rewards.
+
+    The computation of advantages (one line of numpy) counts as training.
+    """
 
     watch: Stopwatch
     drawn: tuple[float, float]
@@ -26,7 +29,10 @@ class TimedTrainer(DDPOTrainer):
 
 
 def begin(workload: DrawingWorkload):
-    """Build the trainer, write the generated states with their log-probs, and return a function that runs one epoch."""
+    """Set up the TRL side of the benchmark, and return a function that runs one training epoch and returns its cost.
+
+    Also writes a sample of generated denoising states with their log-probs to the file `workload.trail`.
+    """
     torch.set_num_threads(1)
     PartialState(cpu=True)  # DDPOTrainer logs before it builds its Accelerator, which accelerate would refuse
     prompts = itertools.cycle([(prompt, {}) for prompt in workload.prompts for _ in range(workload.group)])
@@ -45,12 +51,15 @@ def begin(workload: DrawingWorkload):
 
 
 def bright(images, prompts, metadata):
-    """Return the mean brightness of each image as its reward."""
+    """Return the mean brightness of each image as its reward, and empty metadata.
+
+    `prompts` and `metadata` are ignored.
+    """
     return images.mean(dim=(1, 2, 3)), {}
 
 
 def config_of(workload: DrawingWorkload) -> DDPOConfig:
-    """Return the TRL configuration that matches Rheostat's."""
+    """Return the TRL configuration with the same sampling and optimizer settings as Rheostat's run."""
     return DDPOConfig(
         mixed_precision="no",
         allow_tf32=False,
@@ -71,7 +80,10 @@ def config_of(workload: DrawingWorkload) -> DDPOConfig:
 
 
 def write_trail(trainer: DDPOTrainer, workload: DrawingWorkload) -> None:
-    """Write the states and log-probs of steps that TRL generates."""
+    """Generate images with TRL, and write the states and log-probs of their denoising steps to `workload.trail`.
+
+    The benchmark checks that Rheostat computes the same log-probs for these steps.
+    """
     [drawn], [[_, prompts, _]] = trainer._generate_samples(1, workload.together)
     states = {name: drawn[name].numpy() for name in ("latents", "next_latents", "log_probs")}
     np.savez(workload.trail, prompts=np.array(prompts), **states)

@@ -20,7 +20,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class DrawingWorkload:
-    """Settings of the workload, which are the same for both trainers."""
+    """Settings of the text-to-image training that Rheostat and TRL both run in the benchmark."""
 
     pipeline: Path
     """Directory of a Stable Diffusion pipeline in diffusers format."""
@@ -31,19 +31,22 @@ class DrawingWorkload:
     steps: int
     """Number of denoising steps per image."""
     learnt: int
-    """Number of denoising steps that are trained: all, or a few."""
+    """Number of denoising steps per image that are trained on. At most `steps`."""
     guidance: float
     together: int
-    """Number of images that are generated together."""
+    """Number of images that are generated in one batch."""
     states: int
-    """Number of states in one forward pass of training."""
+    """Number of denoising states in one forward pass of training."""
     minibatches: int
     """Number of optimizer steps per epoch."""
     learning_rate: float
     clip: float
     weight_decay: float
     trail: Path
-    """File to which TRL writes, before training, the states and log-probs of its first images."""
+    """File to which TRL writes denoising states and their log-probs before training.
+
+    The benchmark compares them with the log-probs that Rheostat computes.
+    """
 
     @property
     def pictures(self) -> int:
@@ -55,7 +58,7 @@ class DrawingWorkload:
 
 
 def read_workload(path: Path) -> DrawingWorkload:
-    """Read a workload that `DrawingWorkload.write` wrote."""
+    """Read the settings of a text-to-image workload from a JSON file that `DrawingWorkload.write` wrote."""
     record = json.loads(path.read_text())
     paths = {name: Path(record.pop(name)) for name in ("pipeline", "trail")}
     return DrawingWorkload(prompts=tuple(record.pop("prompts")), **paths, **record)
@@ -63,18 +66,24 @@ def read_workload(path: Path) -> DrawingWorkload:
 
 @dataclass(frozen=True, slots=True)
 class EpochCost:
-    """Cost of one epoch."""
+    """CPU seconds, wall-clock seconds and peak memory of one training epoch of a text-to-image policy."""
 
     drawing_cpu: float
-    """CPU seconds of the process and its children for images, rewards and advantages."""
+    """CPU seconds of the trainer process and its children for generating images and scoring them.
+
+    Rheostat's seconds include computing advantages.
+    """
     drawing: float
-    """Wall-clock seconds of the same."""
+    """Wall-clock seconds for generating images and scoring them. Rheostat's seconds include computing advantages."""
     training_cpu: float
     training: float
     loading_cpu: float
-    """CPU seconds, within `drawing_cpu`, for loading the new policy. 0 if the trainer itself generates the images."""
+    """CPU seconds for loading the new policy before generation, which `drawing_cpu` includes.
+
+    0 if the trainer itself generates the images.
+    """
     peak_bytes: int
-    """Peak resident memory of the process so far."""
+    """Peak resident memory of the trainer process so far, in bytes."""
 
     @property
     def cpu(self) -> float:
@@ -87,7 +96,7 @@ class EpochCost:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Timer that returns the CPU and wall-clock seconds since its last call."""
+    """Timer of this process and its children. `restart` returns the CPU and wall-clock seconds since the last start."""
 
     cpu: float
     clock: float
@@ -109,16 +118,20 @@ def cpu_seconds() -> float:
 
 
 def peak_bytes() -> int:
-    """Return the kernel's peak of this process's resident memory. `ru_maxrss` may be the parent's."""
+    """Return the peak resident memory of this process in bytes, from the kernel's VmHWM.
+
+    `ru_maxrss` is not used, because it can be the value of the parent process.
+    """
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None, "a running process reports VmHWM"
     return 1024 * int(match[1])
 
 
 def serve_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -> None:
-    """Run one epoch for each line on stdin and answer with its cost as one line on stdout, which has no other output.
+    """Run one training epoch for each line on stdin, and write the epoch's cost as one line of JSON to stdout.
 
-    The first argument on the command line is the file of the workload.
+    `begin` sets up a trainer and returns the function that runs an epoch. The first command-line argument is the file
+    of the workload. Other output of the process goes to stderr.
     """
     answers = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):
@@ -130,7 +143,11 @@ def serve_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) ->
 
 @contextmanager
 def start_trainer(python: Path, module: str, path: Path) -> Iterator[Callable[[], EpochCost]]:
-    """Run the block with a trainer process on one thread. Yields a function that runs one epoch in the trainer."""
+    """Start a trainer process on one thread and stop it after the block.
+
+    Yields a function that runs one training epoch in the trainer and returns its cost. `python` is the interpreter,
+    `module` the trainer's module, and `path` the file of the workload.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     child = subprocess.Popen(
         [str(python), "-m", module, str(path)],

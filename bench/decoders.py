@@ -18,7 +18,7 @@ BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decoder with the shape of Qwen3 and with tied embeddings."""
+    """Sizes of a decoder-only model with the architecture of Qwen3 and with tied embeddings."""
 
     name: str
     hidden_size: int
@@ -36,8 +36,9 @@ class Decoder:
 
     @property
     def matmul_parameters(self) -> int:
-        """Number of weights that multiply every token: projections, MLP and head.
-        Looking up embeddings costs nothing.
+        """Number of weights in the matrix multiplications of each token: projections, MLP and output head.
+
+        Looking up embeddings needs no multiplication.
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -45,7 +46,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Number of all weights: those that multiply, and the norms."""
+        """Total number of weights of the model: those of matrix multiplications, and those of the norms."""
         norms = self.layers * 2 * (self.hidden_size + self.head_dim) + self.hidden_size
         return self.matmul_parameters + norms
 
@@ -101,7 +102,7 @@ TINY = Decoder(
 
 
 def write_decoder(directory: Path, decoder: Decoder, *, dtype: DType, seed: int = 0) -> None:
-    """Write random weights and a tokenizer as a Hugging Face directory."""
+    """Write a model with random weights and a tokenizer to a directory in Hugging Face format."""
     tokenizer = spelling_tokenizer(decoder.vocabulary, context=decoder.context)
     config = Qwen3Config(
         vocab_size=decoder.vocabulary,
@@ -126,7 +127,8 @@ def write_decoder(directory: Path, decoder: Decoder, *, dtype: DType, seed: int 
 def spelling_tokenizer(vocabulary: int, *, context: int) -> PreTrainedTokenizerFast:
     """Build a byte-level BPE tokenizer of exactly `vocabulary` tokens: all bytes, then pairs and triples of bytes.
 
-    Random policies generate any token, and each must have a text. Real tokenizers are not available without a network.
+    Random policies can generate any token, so every token ID needs a text. `context` is the maximum length in tokens.
+    Real tokenizers are not available without a network.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = list(product(letters, letters))

@@ -46,7 +46,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DecodingCost:
-    """Cost of generating some completions."""
+    """CPU seconds, decoding steps and tokens of one run of the generation engine, with the generated completions."""
 
     tokens: int
     steps: int
@@ -55,14 +55,18 @@ class DecodingCost:
 
 
 def measure() -> Iterator[Table]:
-    """Run both comparisons on one thread, as in a rollout worker."""
+    """Measure CPU seconds per generated token, on one thread as in a rollout worker.
+
+    Yields a table that compares two KV caches, and a table that compares batch by batch generation with continuous
+    batching.
+    """
     torch.set_num_threads(1)
     yield measure_caches()
     yield measure_admission()
 
 
 def measure_caches() -> Table:
-    """Compare the caches while 64 completions are generated up to 512 tokens."""
+    """Measure CPU time per token with a growing and with an in-place KV cache, for 64 completions of 512 tokens."""
     rows, notes = [], []
     for name, changes in SHAPES.items():
         engine, work = engine_with(changes), requests([TOKENS] * ROWS)
@@ -88,7 +92,10 @@ def measure_caches() -> Table:
 
 
 def measure_admission() -> Table:
-    """Compare one work of log-normal lengths with the same rows split into works that fill the batch only once."""
+    """Measure CPU time per token with and without continuous batching, for completions of log-normal lengths.
+
+    Without continuous batching, the next batch starts only after all completions of the last batch have ended.
+    """
     name, changes = next(iter(SHAPES.items()))
     random = np.random.Generator(np.random.Philox(derive_seed("bench")))
     lengths = np.clip(random.lognormal(np.log(MEDIAN), SIGMA, COMPLETIONS), 1, TOKENS).astype(int).tolist()
@@ -112,7 +119,10 @@ def measure_admission() -> Table:
 def compare(
     old: Callable[[], DecodingCost], new: Callable[[], DecodingCost]
 ) -> list[tuple[DecodingCost, DecodingCost]]:
-    """Run both variants in turns. Raises AssertionError if they generate different tokens."""
+    """Run the old and the new variant of generation alternately. Return the two costs of every round.
+
+    Raises AssertionError if the variants generate different tokens.
+    """
     pairs = [(old(), new()) for _ in range(ROUNDS)]
     for one, other in pairs:
         assert [row.tokens for row in one.generated] == [row.tokens for row in other.generated]
@@ -120,14 +130,17 @@ def compare(
 
 
 def ratios(pairs: list[tuple[DecodingCost, DecodingCost]]) -> str:
-    """Return a text with the ratio of the CPU times of the two variants, as median and range over rounds."""
+    """Format the CPU time of the old variant divided by that of the new variant, as median and range over rounds."""
     speedups = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
     middle, rounds = statistics.median(speedups), len(speedups)
     return f"{middle:.2f} times less CPU ({speedups[0]:.2f} to {speedups[-1]:.2f} in {rounds} rounds)"
 
 
 def generate(engine: HuggingFaceEngine, works: list[list[Request]]) -> DecodingCost:
-    """Generate the completions of several works one after another."""
+    """Generate completions for several lists of requests, one list after another.
+
+    Return the tokens, steps and CPU seconds.
+    """
     steps, started = engine.step_sums().steps, time.process_time()
     completions = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
@@ -138,7 +151,7 @@ def generate(engine: HuggingFaceEngine, works: list[list[Request]]) -> DecodingC
 
 @contextmanager
 def growing_cache() -> Iterator[None]:
-    """Run the block with the cache layers of transformers, which copy to append."""
+    """Run the block with the KV cache of transformers, which copies the whole cache for each new token."""
     replaced = decoding.use_in_place_layers
     decoding.use_in_place_layers = lambda cache: None
     try:
@@ -148,7 +161,10 @@ def growing_cache() -> Iterator[None]:
 
 
 def engine_with(changes: Mapping[str, object]) -> HuggingFaceEngine:
-    """Load a random policy that almost never ends a completion by itself."""
+    """Return an engine with a random policy that almost never generates EOS.
+
+    `changes` override the model's configuration.
+    """
     engine = HuggingFaceEngine(TransformersEngine(max_batch_rows=ROWS))
     with tempfile.TemporaryDirectory() as name:
         write_policy(Path(name), eos_share=1e-9, changes=changes)
@@ -157,7 +173,10 @@ def engine_with(changes: Mapping[str, object]) -> HuggingFaceEngine:
 
 
 def requests(lengths: list[int]) -> list[Request]:
-    """Build one request per length for a completion after a prompt of 32 random tokens."""
+    """Build one generation request per item of `lengths`.
+
+    Each has a prompt of 32 random tokens, and the item is its maximum number of completion tokens.
+    """
     random = np.random.Generator(np.random.Philox(derive_seed("prompts")))
     return [
         Request(

@@ -45,7 +45,10 @@ PREFECT = str(Path(sys.executable).with_name("prefect"))
 
 
 def measure() -> list[Table]:
-    """Run the job with increasing numbers of controllers, each with a small and a large payload."""
+    """Measure controllers that a Prefect worker starts in separate processes.
+
+    Returns a table of their peak memory with small and large payloads, and a table of the CPU seconds per iteration.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as home, _deployments(Path(home)) as place:
         runs = [
             run_job(place, controllers, payload, iterations=ITERATIONS)
@@ -58,18 +61,21 @@ def measure() -> list[Table]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of a job from its first plan to its last seal."""
+    """CPU and wall-clock seconds of a job from the plan of its first iteration to the end of its last iteration."""
 
     where: str
     flow_runs: int
-    """Number of controller processes."""
+    """Number of controller processes that ran during the job."""
     cpu_seconds: Mapping[str, float]
-    """CPU seconds by kind of process."""
+    """CPU seconds by kind of process: "driver", "server", "Prefect's worker" and "controller"."""
     seconds: float
 
 
 def _cost(place: BenchPlace, where: str) -> Cost:
-    """Run a job and sum up the CPU time of its processes."""
+    """Run a job and sum up the CPU seconds of its processes except the workers.
+
+    `where` is the value of the setting `controllers.where`: "nested" (in the driver) or "deployment".
+    """
     sys.stderr.write(f"{ITERATIONS_OF_COST} iterations, {where}\n")
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
@@ -95,7 +101,11 @@ def _cost(place: BenchPlace, where: str) -> Cost:
 
 
 def _flow_processes(driver: int, place: BenchPlace) -> dict[int, str]:
-    """Return the kinds of the driver, the controllers, Prefect's server and Prefect's worker, by process ID."""
+    """Return the processes of a job that run flows, by process ID, with their kinds.
+
+    The kinds are "driver", "controller", "server" (of Prefect) and "Prefect's worker". `driver` is the driver's process
+    ID.
+    """
     assert place.worker is not None
     processes = {pid: kind for pid, kind in list_processes(driver, place).items() if kind != "worker"}
     served = {child.pid: "server" for child in psutil.Process().children() if "flows.cli.server" in child.cmdline()}
@@ -127,7 +137,10 @@ def _costs(costs: Sequence[Cost]) -> Table:
 
 @contextmanager
 def _deployments(home: Path) -> Iterator[BenchPlace]:
-    """Run the block with a Prefect server, the deployments of prefect.yaml and a worker, as in docs/deployments.md."""
+    """Run the block with a Prefect server, the deployments of prefect.yaml, and a Prefect worker.
+
+    The worker starts the deployments' flows, as in docs/deployments.md. `home` is Prefect's home directory.
+    """
     with prefect_server(home) as api:
         environ = {"PREFECT_API_URL": api, **AUTH, "PREFECT_WORKER_QUERY_SECONDS": "1", "RHEOSTAT_HOME": str(home)}
         place = BenchPlace(home, environ)

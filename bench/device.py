@@ -13,23 +13,23 @@ from dataclasses import asdict, dataclass
 from placement.roofline import ACCELERATORS
 
 SECONDS = 0.5
-"""Minimum duration of each measurement in seconds."""
+"""Minimum duration of each speed measurement in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """Measured properties of one device."""
+    """Measured speed of a GPU or CPU in FLOP/s and bytes/s, with its name and memory."""
 
     name: str
     cuda: bool
     memory: int
-    """Total memory in bytes, or 0 without a GPU."""
+    """Total memory of the GPU in bytes, or 0 without a GPU."""
     flops: float
     bandwidth: float
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of the data sheet, or None if the device is unknown."""
+    """Return a GPU's dense bfloat16 FLOP/s according to its data sheet, or None if the GPU's name is unknown."""
     return next((accelerator.bfloat16 for accelerator in ACCELERATORS if accelerator.name in name), None)
 
 
@@ -42,7 +42,10 @@ def has_gpu() -> bool:
 
 
 def measure_device(dtype: str, *, threads: int) -> DeviceSpeed:
-    """Measure the device in a separate process."""
+    """Measure the FLOP/s and memory bandwidth of the GPU, or of the CPU if there is no GPU, in a separate process.
+
+    `dtype` is the data type of the matrix multiplication.
+    """
     command = [sys.executable, "-m", "bench.device", dtype, str(threads)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return DeviceSpeed(**json.loads(answer))
@@ -69,7 +72,10 @@ def _measure(dtype: str, threads: int) -> DeviceSpeed:
 
 
 def _seconds(work: Callable[[], object], *, wait: Callable[[], None] | None) -> float:
-    """Return the seconds of one call, averaged over enough calls for the clock's resolution."""
+    """Return the mean seconds of one call of `work`, over enough calls for a total of at least `SECONDS`.
+
+    `wait`, if given, waits until the device has finished.
+    """
     elapsed, calls = 0.0, 1
     while elapsed < SECONDS:
         calls *= 2

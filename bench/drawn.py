@@ -9,18 +9,18 @@ from models.config.engines import VllmEngine
 
 
 class DrawnLengths(Settings):
-    """Log-normal distribution of completion lengths, which replace the policy's own."""
+    """Log-normal distribution from which completion lengths are sampled. The policy does not choose them."""
 
     median_tokens: Annotated[float, Field(gt=0)]
-    """Median length in tokens. The mean is this times exp(sigma² / 2)."""
+    """Median of the completion lengths in tokens. The mean is this median times exp(sigma² / 2)."""
     sigma: Annotated[float, Field(ge=0)] = 0.8
-    """Standard deviation in log space."""
+    """Standard deviation of the logarithm of the completion lengths."""
 
 
 class DrawnVllm(VllmEngine):
-    """Settings of a vLLM server whose completions end at sampled lengths."""
+    """Settings of a vLLM engine that ends each completion at a length sampled from a distribution."""
 
     implementation = "bench.drawn_engine:DrawnEngine"
 
     lengths: DrawnLengths
-    """Distribution of the lengths at which completions end."""
+    """Distribution from which the length of each completion is sampled."""

@@ -15,7 +15,10 @@ from models.records.schemas import FinishReason
 
 
 class DrawnEngine(ServedEngine):
-    """Engine whose servers generate up to a sampled length. Only that length and the token limit end a completion."""
+    """vLLM engine that ends each completion at a sampled length, or at the token limit.
+
+    EOS and stop strings are ignored.
+    """
 
     def __init__(self, config: DrawnVllm, *, adapter_rank: int = 0) -> None:
         super().__init__(config, adapter_rank=adapter_rank)
@@ -34,6 +37,9 @@ class DrawnEngine(ServedEngine):
 
 
 def drawn_length(lengths: DrawnLengths, seed: int) -> int:
-    """Return a sampled completion length in tokens, which depends on the seed only."""
+    """Sample the length of a completion in tokens from a log-normal distribution.
+
+    The same seed gives the same length.
+    """
     deviation = NormalDist().inv_cdf(float(sample_uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
     return max(1, round(lengths.median_tokens * math.exp(lengths.sigma * deviation)))

@@ -29,7 +29,7 @@ PROMPTS, GROUP, LONGEST, ROUNDS = 32, 8, 64, 3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Cost of one way to generate completions."""
+    """Number of tokens and seconds of one round of generation with one of the compared methods."""
 
     name: str
     tokens: int
@@ -41,7 +41,10 @@ class Result:
 
 
 def requests() -> list[Request]:
-    """Build requests with prompts of 30 to 60 random tokens."""
+    """Build 32 generation requests with prompts of 30 to 60 random tokens.
+
+    Each request is for a group of 8 completions.
+    """
     random = np.random.Generator(np.random.Philox(derive_seed("bench")))
     return [
         Request(
@@ -54,7 +57,10 @@ def requests() -> list[Request]:
 
 
 def generate_groups(model: PreTrainedModel) -> int:
-    """Call `generate` once per prompt, compute the log-probs, and return the number of generated tokens."""
+    """Generate a group of completions per prompt with transformers' `generate`. Return the number of generated tokens.
+
+    The log-probs of the tokens are computed too, as in the rollout engine.
+    """
     tokens = 0
     for request in requests():
         prompt = torch.from_numpy(request.inputs[0].tokens).long()[None]
@@ -78,7 +84,10 @@ def generate_groups(model: PreTrainedModel) -> int:
 
 
 def compare(rounds: int) -> list[Result]:
-    """Run both ways in turns, so that a busy machine slows both, and return the median result of each."""
+    """Generate alternately with the rollout engine and with transformers' `generate`. Return the median round of each.
+
+    Alternating rounds ensure that other load on the machine slows down both methods.
+    """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_policy(directory)
@@ -105,7 +114,10 @@ def compare(rounds: int) -> list[Result]:
 
 
 def measure() -> list[Table]:
-    """Compare both ways on one thread, as in a rollout worker."""
+    """Measure tokens per second of the rollout engine and of transformers' `generate`.
+
+    Both run on one thread, as in a rollout worker.
+    """
     torch.set_num_threads(1)
     ours, theirs = compare(ROUNDS)
     rows = tuple((result.name, result.tokens, result.seconds, result.tokens_per_second) for result in (ours, theirs))

@@ -31,7 +31,10 @@ from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, prefect_s
 HOME = Path(__file__).parents[1]
 PAGE = HOME / "docs" / "faults.md"
 MEASURED = HOME / "build" / "faults.json"
-"""File of the measurements. If it does not exist, everything is measured again."""
+"""File in which results are saved, so that an interrupted benchmark continues.
+
+Without it, everything is measured again.
+"""
 
 KILLS: tuple[tuple[str, Callable[[str], Strike]], ...] = (
     ("SIGKILL before the write", partial(Strike, moment="before")),
@@ -81,7 +84,7 @@ PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
 }
 
 PROMPTS = {"train": "training prompts", "heldout": "held-out prompts"}
-"""Descriptions of the splits of the prompts."""
+"""Names of the prompt splits as they appear in the documentation page."""
 
 SHARE_JOB = (
     "iterations=3",
@@ -97,7 +100,10 @@ STAGES = {
     "score": ("scoring", "begin", 1),
     "update": ("update-0", "progress", 1),
 }
-"""Role, moment and number of occurrences at which each method is disturbed, if possible in mid-work."""
+"""Fault to inject for each method of a worker: the role, the moment, and the occurrence of the moment.
+
+The occurrence is chosen so that long work is interrupted in the middle.
+"""
 
 OTHER_FAULTS = {
     "a worker without progress, dead ranks, a pool that loses all workers": "tests/integration/pools/test_pools.py",
@@ -121,18 +127,18 @@ OTHER_FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """Result of one scenario."""
+    """Result of injecting one kind of fault into runs, as one row of a table in docs/faults.md."""
 
     scenario: str
     injected: str
     runs: int
     undisturbed: int
-    """Number of runs that ended like the undisturbed run."""
+    """Number of runs with faults that ended with the same result as the run without faults."""
     lost: float
-    """Work units that were started again, per fault."""
+    """Number of work units that had to be started again, per injected fault."""
 
     def line(self) -> str:
-        """Return the row of the table."""
+        """Format the result as one row of a Markdown table."""
         return f"| {self.scenario} | {self.injected} | {self.runs} | {self.undisturbed} | {self.lost:.2g} |"
 
 
@@ -141,7 +147,10 @@ HEAD = """| file or process | fault | runs | ended like the undisturbed run | wo
 
 
 def kind_of(run: Path, name: str) -> str:
-    """Return the kind of a run's file as a name for readers, or an empty string for plots."""
+    """Return a readable name for the kind of a file of a run, such as "shard of rollouts", or "" for plots.
+
+    `run` is the run's directory, and `name` is the path of the file relative to it.
+    """
     folder, *rest = name.split("/")
     match folder, rest:
         case "shards", _:
@@ -166,7 +175,11 @@ def kind_of(run: Path, name: str) -> str:
 
 
 def fault_every_file(home: Path, api: str) -> Iterator[FaultRow]:
-    """Disturb the small run of `make chaos` at the write of every kind of file."""
+    """Inject faults into a small run while it writes each kind of file, and yield one result per fault.
+
+    The faults are SIGKILL and a full disk. `home` is a directory for the runs, and `api` is the URL of Prefect's
+    server.
+    """
     whole = home / "whole"
     whole.mkdir()
     assert run_once(whole, api, None) == 0, (whole / "output").read_text()[-2000:]
@@ -196,7 +209,10 @@ def fault_every_file(home: Path, api: str) -> Iterator[FaultRow]:
 
 
 def fault_processes(home: Path, api: str) -> Iterator[FaultRow]:
-    """Disturb runs whose workers are Ray processes."""
+    """Kill or stop the workers and drivers of runs on Ray processes, and yield one result per scenario.
+
+    `home` is a directory for the runs, and `api` is the URL of Prefect's server.
+    """
     whole = Job(home / "ray", api, counts_works=True)
     assert whole.train().code == 0
     for number, (scenario, (faults, overrides)) in enumerate(PROCESSES.items()):
@@ -219,17 +235,20 @@ def fault_processes(home: Path, api: str) -> Iterator[FaultRow]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Result of a run in which a tenth of each stage's work units are killed, with the time of the undisturbed run."""
+    """Duration of a job without faults, and with faults that kill 10% of the work units of each stage."""
 
     struck: int
     planted: int
     undisturbed_seconds: float
-    """Seconds of the undisturbed run from the first plan to the last seal."""
+    """Seconds of the run without faults from the first iteration's plan to the end of the last iteration."""
     seconds: float
 
 
 def productive_share(home: Path, api: str) -> Share:
-    """Run a job undisturbed, and again with a tenth of each stage's work units killed."""
+    """Run a job without faults, and again with 10% of the work units of each stage killed. Return both durations.
+
+    `home` is a directory for the runs, and `api` is the URL of Prefect's server.
+    """
     whole = Job(home / "share-whole", api, counts_works=True)
     assert whole.train(*SHARE_JOB).code == 0
     choose, faults = random.Random(0), []
@@ -245,7 +264,7 @@ def productive_share(home: Path, api: str) -> Share:
 
 
 def seconds_of(job: Job) -> float:
-    """Return the seconds from the first plan to the last seal."""
+    """Return the seconds of a job from the plan of the first iteration to the end of the last iteration."""
     times = [
         datetime.fromisoformat(json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["created"])
         for key in ("it-0001/plan", "it-0003/seal")
@@ -255,22 +274,25 @@ def seconds_of(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SignalEnd:
-    """Time that a job in one state takes to end after each signal."""
+    """Seconds that `rheostat train` takes to end after SIGINT and SIGTERM, if the job is in a given state."""
 
     state: str
     seconds: dict[str, float]
-    """Seconds until the command has ended, by signal."""
+    """Seconds from the signal to the end of the command, by the name of the signal."""
     gone_seconds: float
-    """Maximum seconds until no process that the command had started was left."""
+    """Seconds from the signal until all processes of the job had ended, as the maximum over signals."""
 
     def line(self) -> str:
-        """Return the row of the table."""
+        """Format the times as one row of a Markdown table."""
         durations = " | ".join(f"{self.seconds[number.name]:.1f}" for number in SIGNALS)
         return f"| {self.state} | {durations} | {self.gone_seconds:.1f} |"
 
 
 def send_signals(home: Path, api: str) -> Iterator[SignalEnd]:
-    """Interrupt the smallest job in each of its states, one at a time."""
+    """Interrupt a small job with SIGINT and SIGTERM in each of its states, and yield the times until it ends.
+
+    `home` is a directory for the runs, and `api` is the URL of Prefect's server.
+    """
     for index, state in enumerate(STATES):
         ended = {number.name: interrupt(state, number, home / f"{index}-{number.name}", api) for number in SIGNALS}
         for name, how in ended.items():
@@ -280,7 +302,10 @@ def send_signals(home: Path, api: str) -> Iterator[SignalEnd]:
 
 
 def page(files: Sequence[FaultRow], processes: Sequence[FaultRow], endings: Sequence[SignalEnd], share: Share) -> str:
-    """Return the Markdown text of the page."""
+    """Return the Markdown text of docs/faults.md, which reports the results of all injected faults.
+
+    `files` and `processes` are the results by kind of file and process, and `endings` the times after signals.
+    """
     rows = [*files, *processes]
     runs, num_equal = sum(row.runs for row in rows), sum(row.undisturbed for row in rows)
     others = "\n".join(f"| {what} | `{where}` |" for what, where in OTHER_FAULTS.items())
@@ -347,7 +372,7 @@ PARTS: dict[str, Callable[[Path, str], object]] = {
 
 
 def main() -> None:
-    """Write the page. Parts that build/faults.json already contains are not run again."""
+    """Inject all faults and write docs/faults.md. Parts whose results build/faults.json contains are not run again."""
     MEASURED.parent.mkdir(exist_ok=True)
     measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -31,24 +31,33 @@ from placement.roofline import Device, Generated, compute_limit
 
 SIZE_VARIABLE = "BENCH_GPU_SIZE"
 TRL_VARIABLE = "BENCH_TRL_PYTHON"
-"""Environment variable with the Python of TRL's environment. If unset, the one that `make bench-gpu` builds is used."""
+"""Name of the environment variable that contains the path of the Python interpreter of TRL's environment.
+
+If the variable is not set, the environment that `make bench-gpu` builds is used.
+"""
 VLLM_VARIABLE = "VLLM_PYTHON"
-"""Environment variable with the Python of vLLM's environment. If unset, the installed one is used."""
+"""Name of the environment variable that contains the path of the Python interpreter of vLLM's environment.
+
+If the variable is not set, the installed environment of vLLM is used.
+"""
 
 SETTLED = 1
-"""Number of first iterations that are ignored, because they start processes."""
+"""Number of iterations at the start that are left out of the results, because they include starting processes."""
 ITERATIONS = SETTLED + 2
 MINIBATCHES, LEARNING_RATE = 4, 1e-6
 HELDOUT = 4
 STATE_BYTES = 22
-"""Bytes held per weight between updates: bfloat16 weights, float32 gradients, master weights, moments, and a margin."""
+"""GPU memory per weight, in bytes, that the trainer holds between updates.
+
+This includes bfloat16 weights, float32 gradients, master weights, moments, and a margin.
+"""
 MARGIN_BYTES = 6 << 30
-"""Memory in bytes for CUDA contexts and fragmentation of two processes."""
+"""GPU memory in bytes that is reserved for the CUDA contexts and memory fragmentation of two processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Policy of a benchmark and the amount of work."""
+    """Size of one GPU benchmark: the policy model, the number and lengths of completions, and the batch sizes."""
 
     decoder: Decoder
     dtype: DType
@@ -58,12 +67,13 @@ class Scale:
     max_new_tokens: int
     max_batch_rows: int
     microbatch_tokens: int
-    """Number of tokens in Rheostat's micro-batches."""
+    """Number of tokens in each micro-batch of Rheostat's trainer."""
     trl_sequences: int
-    """Number of sequences in TRL's micro-batches."""
+    """Number of sequences in each micro-batch of TRL's trainer."""
     reward_pattern: str
-    """Regular expression of the reward.
-    Some random completions of most groups match, so that groups are informative.
+    """Regular expression that gives a completion the reward 1 if it matches.
+
+    In most groups some random completions match and some do not, so that rewards in a group differ.
     """
 
     @property
@@ -100,7 +110,11 @@ DRY = Scale(
 
 
 def measure() -> Iterator[Table]:
-    """Measure at every scale. Raises BadInput if there is no GPU."""
+    """Measure whole training iterations of Rheostat and TRL on one GPU, for each model size.
+
+    Yields tables of seconds per stage, of the comparison with the GPU's limit, and of the comparison with TRL. Raises
+    BadInput if there is no GPU.
+    """
     scales = _scales(os.environ.get(SIZE_VARIABLE))
     configured = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(configured) if configured else None)
@@ -121,7 +135,10 @@ def _scales(size: str | None) -> tuple[Scale, ...]:
 
 
 def _measured(scale: Scale, python: Path) -> Iterator[Table]:
-    """Measure Rheostat, then TRL with the same completion lengths."""
+    """Measure one model size: a job of Rheostat, then TRL with the same completion lengths. Yield three tables.
+
+    `python` is the interpreter of vLLM's environment.
+    """
     found = measure_device(scale.dtype, threads=1)
     device = Device(flops=found.flops, bandwidth=found.bandwidth)
     share = server_share(found.memory, scale.decoder)
@@ -147,9 +164,9 @@ def _measured(scale: Scale, python: Path) -> Iterator[Table]:
 
 
 def server_share(memory: int, decoder: Decoder) -> float:
-    """Return the share of the GPU's memory that a server may use next to a trainer that stays in memory.
+    """Return the share of the GPU's memory that the vLLM server may use, so that the trainer's state fits next to it.
 
-    Raises BadInput if the GPU's memory is too small.
+    `memory` is the GPU's memory in bytes, or 0 without a GPU. Raises BadInput if the GPU's memory is too small.
     """
     if not memory:
         return 0.85
@@ -171,7 +188,11 @@ def _write_problems(directory: Path, scale: Scale) -> tuple[str, ...]:
 
 
 def config_of(directory: Path, scale: Scale, *, python: Path, share: float, cuda: bool) -> str:
-    """Return a job configuration with one rollout worker and one update rank, which take turns on the GPU."""
+    """Return the TOML configuration of a job with one rollout worker and one update rank, which take turns on the GPU.
+
+    `directory` contains the policy and prompts, `python` is vLLM's interpreter, and `share` is the server's share of
+    the GPU's memory.
+    """
     gpus = 0.5 if cuda else 0
     return f"""
 name = "bench"
@@ -232,7 +253,11 @@ def _trl(
     share: float,
     device: DeviceSpeed,
 ) -> list[TrlIteration]:
-    """Run the same number of iterations in TRL, or return an empty list if TRL's environment does not exist."""
+    """Run the same iterations in TRL's trainer and return their times without the first ones.
+
+    `workloads` contains the completion lengths of Rheostat's iterations, and `share` is vLLM's share of the GPU's
+    memory. Returns an empty list if TRL's environment does not exist.
+    """
     configured = os.environ.get(TRL_VARIABLE)
     python = Path(configured) if configured else Path(f"{sys.prefix}-trl") / "bin" / "python"
     if not python.exists():

@@ -14,7 +14,10 @@ from placement.roofline import Generated, Limit, compute_utilization, train_flop
 
 @dataclass(frozen=True, slots=True)
 class MeasuredIteration:
-    """Measured times of one iteration, its generated lengths, and the time that the device would need at its limit."""
+    """Measured times and sequence lengths of one training iteration.
+
+    `limit` is the minimum time that the device would need for the iteration.
+    """
 
     times: IterationSeconds
     generated: Generated
@@ -22,12 +25,12 @@ class MeasuredIteration:
 
     @property
     def sequences(self) -> list[int]:
-        """Number of tokens of each sequence that was trained on."""
+        """Length in tokens of each training sequence: prompt plus completion."""
         return [prompt + length for prompt, length in self.generated.contexts]
 
 
 def seconds_per_stage(taken: Sequence[MeasuredIteration], decoder: Decoder) -> Table:
-    """Build a table of the time of Rheostat's iterations by stage."""
+    """Build a table of the median seconds that each stage of a Rheostat iteration takes."""
     whole = _median(one.times.seconds for one in taken)
     stages: tuple[tuple[str, Callable[[IterationSeconds], float]], ...] = (
         ("server wakes up and loads weights", lambda spent: spent.load),
@@ -59,7 +62,10 @@ def seconds_per_stage(taken: Sequence[MeasuredIteration], decoder: Decoder) -> T
 
 
 def compare_with_limit(taken: Sequence[MeasuredIteration], decoder: Decoder, device: DeviceSpeed) -> Table:
-    """Build a table that compares the iterations with the device's own limit."""
+    """Build a table that compares measured times with the minimum times at the device's full speed.
+
+    A note states the model FLOP/s utilization (MFU).
+    """
     stages: tuple[tuple[str, float, Cell], ...] = (
         ("prefill and decode", _median(one.limit.prefill + one.limit.decode for one in taken), "generate"),
         ("log-probs", _median(one.limit.logprobs for one in taken), "logprobs"),
@@ -90,7 +96,10 @@ def compare_with_limit(taken: Sequence[MeasuredIteration], decoder: Decoder, dev
 def compare_with_trl(
     taken: Sequence[MeasuredIteration], theirs: Sequence[TrlIteration], decoder: Decoder, device: DeviceSpeed
 ) -> Table:
-    """Build a table that compares both trainers on the same prompts, lengths and number of steps."""
+    """Build a table that compares the iteration times of Rheostat and TRL on the same prompts and lengths.
+
+    TRL's cells are empty if `theirs` is empty.
+    """
     peak, _ = _peak(device)
     ours_update = _median(one.times.steps + one.times.logprobs for one in taken)
     rows: list[tuple[Cell, ...]] = []
@@ -142,7 +151,10 @@ def _workload(taken: Sequence[MeasuredIteration]) -> str:
 
 
 def _peak(device: DeviceSpeed) -> tuple[float, str]:
-    """Return the peak FLOP/s and its source: the data sheet, or a measurement if the device is unknown."""
+    """Return the peak FLOP/s of the device, and a text with the source of the number.
+
+    The source is the data sheet, or a measurement if the device is unknown.
+    """
     peak = peak_flops(device.name) if device.cuda else None
     return (
         (device.flops, "measured, because no data sheet is known for this device")

@@ -8,8 +8,9 @@ from pathlib import Path
 from tests.support.policies import write_policy
 
 REWARD_PATTERN = "[02468]"
-"""Regular expression of the reward: an even digit in the completion.
-Random policies match it at times, so that groups are informative.
+"""Regular expression that gives a completion the reward 1 if it contains an even digit.
+
+Some completions of a random policy match it, so that rewards in a group differ.
 """
 PROMPTS, GROUP, MINIBATCHES = 64, 8, 4
 LEARNING_RATE = 1e-6  # so small that completions keep their length during the benchmark
@@ -18,12 +19,12 @@ HELDOUT = 8
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Files of a job."""
+    """Configuration file, policy directory and prompts of a job that a benchmark runs."""
 
     config: Path
     policy: Path
     prompts: tuple[str, ...]
-    """All training prompts. Every iteration uses all of them."""
+    """All training prompts of the job. Every iteration uses all of them."""
     max_new_tokens: int
 
 
@@ -36,10 +37,11 @@ def write_inputs(
     answer: str = "x",
     preamble: str = "",
 ) -> Inputs:
-    """Write a random policy whose completions end at different lengths, and problems of 12 to 24 tokens.
+    """Write the policy, problems and configuration of a benchmark job to a directory.
 
-    `preamble` is inserted before each problem. Every problem has the same reference answer, which is payload that
-    rollouts carry to the rewards.
+    The policy is random, and its completions end at different lengths. `shape` overrides its sizes. Problems have 12 to
+    24 tokens, and `preamble` is inserted before each. Every problem has the reference answer `answer`, which rollouts
+    carry as payload to the rewards.
     """
     write_policy(directory / "policy", changes=shape, eos_share=1 / max_new_tokens)
     train = tuple(
@@ -58,8 +60,9 @@ def _write_problems(path: Path, prompts: tuple[str, ...], answer: str) -> None:
 
 
 def job_config(directory: Path, *, max_new_tokens: int, update_ranks: int, data: str = "") -> str:
-    """Return the configuration of a job whose policy and problems are in a directory.
-    `data` is added to its `[data]` section.
+    """Return the TOML configuration of a job that trains the policy in a directory on the problems next to it.
+
+    `data` is added to the `[data]` section.
     """
     return f"""
 iterations = 2

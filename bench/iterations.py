@@ -16,38 +16,39 @@ from tasks.run.keys import iteration_key
 
 @dataclass(frozen=True, slots=True)
 class IterationSeconds:
-    """Seconds of one iteration by stage.
-    With one worker that generates one shard, stages do not overlap, so they add up.
+    """Wall-clock seconds of one training iteration, by stage.
+
+    The seconds of stages add up, because one worker generates one shard and stages do not overlap.
     """
 
     seconds: float
     load: float
-    """Time in which the server wakes up and loads the weights, with verification of every file."""
+    """Seconds in which the vLLM server wakes up, verifies all weight files and loads the weights."""
     generate: float
     write: float
-    """Time to write the shard of completions, with digest and fsync."""
+    """Seconds for writing the shard of completions, including its digest and fsync."""
     score: float
     sleep: float
     credit: float
     update: float
     logprobs: float
-    """Part of the update: log-probs of the policy that generated."""
+    """Seconds, within the update, for computing log-probs of the policy that generated the completions."""
     steps: float
-    """Part of the update: forward passes, backward passes and optimizer."""
+    """Seconds, within the update, for forward passes, backward passes and optimizer steps."""
     save: float
-    """Part of the update: writing weights and optimizer state to the store."""
+    """Seconds, within the update, for writing weights and optimizer state to the store."""
     weights_bytes: float
-    """Bytes of weights that the server loaded."""
+    """Size in bytes of the weights that the server loaded in the iteration."""
 
     @property
     def rest(self) -> float:
-        """Time of flows, tasks, commits, reports, and of waiting for processes."""
+        """Seconds outside all stages: flows, tasks, commits, reports, and waiting for processes."""
         stages = self.load + self.generate + self.write + self.score + self.sleep + self.credit + self.update
         return self.seconds - stages
 
 
 def read_iterations(run: Run) -> list[IterationSeconds]:
-    """Return the times of every sealed iteration, in order."""
+    """Return the seconds by stage of every finished iteration of a run, in order."""
     return [_iteration(run, cycle.number, seconds=cycle.seconds) for cycle in read_cycles(run)]
 
 
@@ -73,7 +74,7 @@ def _iteration(run: Run, number: int, *, seconds: float) -> IterationSeconds:
 
 
 def read_lengths(run: Run, number: int) -> Generated:
-    """Read the lengths of an iteration's prompts and completions from its shards."""
+    """Read the token lengths of the prompts and completions that iteration `number` generated, from its shards."""
     prompts: list[int] = []
     lengths: list[tuple[int, ...]] = []
     for manifest in run.manifests(f"{iteration_key(number)}/rollout/"):

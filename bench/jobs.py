@@ -24,16 +24,19 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """Finished run, still in its store."""
+    """Run of a job that has finished, with the seconds of the job.
+
+    The run can be read until its temporary store is deleted.
+    """
 
     run: Run
     seconds: float
 
 
 class PeakMemory:
-    """Peak resident memory of any single process of a job, polled every second.
+    """Callback that records the largest resident memory, in bytes, of any child process of a job.
 
-    Pass an instance to `run_job_to_end`.
+    Memory is read once per second. Pass an instance as `on_poll` to `run_job_to_end`.
     """
 
     def __init__(self) -> None:
@@ -57,11 +60,11 @@ def run_job_to_end(
     initial_store: Path | None = None,
     on_poll: Callable[[int, Path], None] = lambda _pid, _run: None,
 ):
-    """Run the block with a job that `rheostat train` has finished in a temporary store, or in a copy of
-    `initial_store`.
+    """Run `rheostat train` to the end in a temporary store, and yield the finished job for the block.
 
-    `on_poll` is called repeatedly with the job's process ID and the run's directory. Raises RuntimeError if the job
-    fails.
+    The store is deleted after the block. If `initial_store` is given, the job starts on a copy of it. While the job
+    runs, `on_poll` is called repeatedly with the job's process ID and the run's directory. Raises RuntimeError if the
+    job fails.
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = f"{directory}/store"

@@ -33,7 +33,10 @@ Weights = dict[str, np.ndarray]
 
 
 def measure() -> Iterator[Table]:
-    """Measure the distances after one and after all further iterations, relative to the updates' length."""
+    """Measure how far weights differ if a run continues with other numbers of ranks, workers or threads.
+
+    Yields a table of the distances after 1 and after 4 more iterations, as a share of the length of the updates.
+    """
     with run_job_to_end(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
         store = Path(start.run.store.uri.removeprefix("file://")).parent
         before, stayed, rows = _weights(start, BEGUN), None, []

@@ -42,17 +42,17 @@ LIBRARIES = (
     *("prefect", "prefect.main", "fastapi", "httpx", "rich.console", "cyclopts", "math_verify", "matplotlib.pyplot"),
     *("obstore", "tenacity", "xdist.scheduler", "PIL.Image"),
 )
-"""Third-party modules that the runner imports once, before it forks a process for each mutant."""
+"""Third-party modules that are imported once, so that the process forked for each mutant need not import them."""
 
 BINARY_EXPRESSIONS = {"arith_expr", "term", "expr", "and_expr", "xor_expr", "shift_expr", "power"}
-"""Parso's types of nodes in which an operator is binary. Elsewhere `*`, `**` and `/` mark arguments."""
+"""Types of Parso nodes in which `*`, `**` and `/` are operators. In other nodes they mark arguments."""
 
 ROUNDS = ((20, 8.0, 3), (60, 15.0, 8))
-"""Maximum tests, seconds and test modules of each round. Only mutants that survive a round enter the next round."""
+"""Maximum tests, seconds and test modules in each round of tests. Mutants that no test kills enter the next round."""
 
 
 def draw(tree, count, seed):
-    """Return the number of candidates, and a uniform random sample of those that change the syntax tree."""
+    """Return the number of possible mutants, and a random sample of `count` mutants that change the syntax tree."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -74,7 +74,7 @@ def _product_files(tree):
 
 
 def _candidates(file, tree, provider):
-    """Yield every mutation of a file that cosmic-ray knows, except those in type hints."""
+    """Yield the file, operator and occurrence of every possible mutation of a file, except those in type hints."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     source = (tree / file).read_text()
@@ -91,7 +91,7 @@ def _candidates(file, tree, provider):
 
 
 def _type_hints(module):
-    """Yield the ranges of annotations, of type aliases that use `|`, and of blocks for type checkers."""
+    """Yield the source ranges of annotations, of type aliases that use `|`, and of `if TYPE_CHECKING` blocks."""
     for node in ast.walk(module):
         hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         if isinstance(node, ast.Assign) and node in module.body and isinstance(node.value, ast.BinOp):
@@ -103,7 +103,7 @@ def _type_hints(module):
 
 
 def _change(source, mutated):
-    """Return the changed lines before and after a mutation, and the number of the first changed line."""
+    """Return the lines that a mutation changes, before and after, with the first line's number and a diff."""
     before, after = source.splitlines(keepends=True), mutated.splitlines(keepends=True)
     changes = [c for c in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if c[0] != "equal"]
     old, new = before[changes[0][1] : changes[-1][2]], after[changes[0][3] : changes[-1][4]]
@@ -112,7 +112,7 @@ def _change(source, mutated):
 
 
 class _Recorder:
-    """Pytest plugin that records the lines and the seconds of each test, and of each fixture that tests share."""
+    """Pytest plugin that records the executed lines and the seconds of each test and of each shared fixture."""
 
     def __init__(self, tracer):
         self.tracer, self.context, self.since = tracer, "", time.monotonic()
@@ -157,7 +157,7 @@ def _fixture_name(definition):
 
 
 def record(tree, folder, options):
-    """Run the tests of a folder in this process. Return the lines and the seconds of each test that passes."""
+    """Run the tests of a folder in this process. Return the lines that each passing test executes, and its seconds."""
     import coverage
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -181,7 +181,7 @@ def record(tree, folder, options):
 
 
 def load_suite(tree, patterns, stored, log):
-    """Return the recorded tests of folders. Record the folders that `stored` lacks."""
+    """Return the recorded lines and seconds of the tests. Record the folders that the file `stored` lacks."""
     parts = json.loads(stored.read_text()) if stored.exists() else {}
     paths = [path for pattern in patterns for path in sorted(tree.glob(pattern)) if path.is_dir()]
     suite = {"tests": [], "fixtures": {}, "seconds": {}, "lines": defaultdict(lambda: defaultdict(list))}
@@ -199,9 +199,9 @@ def load_suite(tree, patterns, stored, log):
 
 
 def rank(mutant, suite, tree):
-    """Return the tests that reach a mutant, quickest first. Tests whose module names the mutated module come first.
+    """Return the tests that execute the mutated line. Tests that import the mutated module come first, then quick ones.
 
-    If the mutated line runs at import, take the tests that execute a line with the first name of the mutated line.
+    If the mutated line runs at import, return the tests that execute a line with the first name of the mutated line.
     """
     path = Path(mutant["file"])
     package, code, lines = ".".join(path.parent.parts), (tree / path).read_text(), suite["lines"][mutant["file"]]
@@ -227,13 +227,13 @@ def _module(test):
 
 
 def _seconds(tests, suite):
-    """Return the seconds of tests and of the fixtures that the tests share."""
+    """Return the total seconds of tests and of the fixtures that they share, as recorded in `suite`."""
     names = {*tests, *(name for test in tests for name in suite["fixtures"][test])}
     return sum(suite["seconds"].get(name, 0.0) for name in names)
 
 
 def choose(ranked, suite, max_tests, max_seconds, max_modules):
-    """Return the first tests of a ranking within the limits, with the tests of a module together."""
+    """Return the first tests of a ranking that stay within the limits. Tests of the same module are consecutive."""
     chosen, names, seconds = defaultdict(list), set(), 0.0
     for test in ranked[: 10 * max_tests]:
         added = {test, *suite["fixtures"][test]} - names
@@ -246,7 +246,7 @@ def choose(ranked, suite, max_tests, max_seconds, max_modules):
 
 
 class _Failures:
-    """Pytest plugin that keeps the names of the tests and of the test modules that fail."""
+    """Pytest plugin that collects the names of failed tests and of test modules that cannot be imported."""
 
     def __init__(self):
         self.names = []
@@ -259,14 +259,14 @@ class _Failures:
 
 
 def run_tests(tests, options):
-    """Run tests in this process. Return the exit code of pytest and the names of what failed."""
+    """Run tests in this process. Return pytest's exit code and the names of the tests that failed."""
     failures = _Failures()
     code = pytest.main([*options, *tests], plugins=[failures])
     return {"code": int(code), "failed": failures.names}
 
 
 def in_fork(tree, log, seconds, function, *arguments):
-    """Call a function in a forked process that imports the project from `tree`.
+    """Call `function` in a forked process that imports the project from `tree` and logs to `log`. Return its result.
 
     Return None if the process uses more CPU seconds than `seconds`, or lasts five times as long.
     """
@@ -302,7 +302,7 @@ def in_fork(tree, log, seconds, function, *arguments):
 
 @contextmanager
 def apply_mutant(mutant, tree):
-    """Write a mutant to its file, and restore the file afterwards. Yield the mutant with its present line."""
+    """Write a mutant to its source file, and restore the file after the block. Yields the mutant with its line."""
     path = tree / mutant["file"]
     source, times = path.read_text(), path.stat()
     places = [match.start() for match in re.finditer(rf"^{re.escape(mutant['before'])}", source, re.MULTILINE)]
@@ -320,7 +320,7 @@ def apply_mutant(mutant, tree):
 
 
 def run_mutant(mutant, ranked, suite, tree, log):
-    """Run the tests that reach a mutant, in rounds, until one fails. Return the row of the results."""
+    """Run the tests that reach a mutant, in rounds, until one fails. Return the result: killed, survived or timeout."""
     began, tried = time.monotonic(), []
     row = {name: mutant[name] for name in ("id", "file", "line", "operator", "diff")}
     row.update(status="survived", killed_by=None)
@@ -338,7 +338,7 @@ def run_mutant(mutant, ranked, suite, tree, log):
 
 
 def main(arguments=None):
-    """Draw mutants, or run mutants and print how many the tests killed."""
+    """Write a sample of mutants (`--draw`), or test each mutant and print how many were killed by the test suite."""
     options = _parser().parse_args(arguments)
     tree, rows = options.tree.resolve(), []
     if options.draw:

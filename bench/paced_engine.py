@@ -27,26 +27,27 @@ LONGEST_SLEEP: Final = 0.5  # seconds between two increments of `progress`, whic
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens for completions and the median length at one policy version."""
+    """Tokens from which completions are assembled, and the median completion length, for one policy version."""
 
     tokenizer: PreTrainedTokenizerFast
     tokens: tuple[int, ...]
-    """Tokens before the ending.
-    These tokens are not part of any ending and are whole characters, so that any sequence of them decodes.
+    """Tokens that fill a completion before its ending.
+
+    None of them occurs in an ending, and each is a whole character, so that any sequence can be decoded.
     """
     endings: tuple[tuple[int, ...], ...]
-    """Last tokens, including EOS, of a completion that stops."""
+    """Token sequences that a completion can end with. Each includes EOS, and a completion uses one of them."""
     median_tokens: float
     digest: str
-    """Digest of the policy that the tokenizer belongs to."""
+    """Digest of the weights of the policy whose tokenizer is used."""
 
 
 class Paced:
-    """Engine that sleeps instead of computing, at a configured pace.
+    """Generation engine that sleeps instead of computing, at a configured speed.
 
     It sleeps `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per token. All
-    sequences of a call form one batch and leave it when they end. Lengths and tokens depend on the completion's seed
-    and the policy's version, not on the other sequences.
+    sequences of a call form one batch, and a sequence leaves the batch when it ends. Lengths and tokens depend on the
+    completion's seed and the policy's version, not on the other sequences.
     """
 
     def __init__(self, config: PacedEngine, *, adapter_rank: int = 0) -> None:
@@ -60,7 +61,10 @@ class Paced:
         return "paced"
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        """Load the tokenizer and version of a policy. Its weights are not read, but the loading time is waited for."""
+        """Load the tokenizer of a policy, and sleep for the configured loading time. The weights are not read.
+
+        Returns 0, the number of loaded bytes.
+        """
         self._due = time.perf_counter()
         self._pause(self._config.load_seconds)
         tokenizer = load_tokenizer(directory)
@@ -94,7 +98,11 @@ class Paced:
     def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """Return equal log-probs for all continuations, after one step over all prompts."""
+        """Return the same log-prob for every continuation, without a model.
+
+        Sleeps for the time of one decoding step with one sequence per prompt. Returns a tuple per prompt with one log-
+        prob per continuation.
+        """
         self._due = time.perf_counter()
         self._run(1, sequences=len(prompts))
         return [(-math.log(len(continuations)),) * len(continuations) for _ in prompts]
@@ -107,8 +115,9 @@ class Paced:
         return [[next(remaining) for _ in request.seeds] for request in requests]
 
     def _completion(self, row: CompletionRow, longest: int) -> Completion:
-        """Sample a completion.
-        The first uniform determines its length, the second its ending, the others its tokens.
+        """Sample the length, ending and tokens of one completion from its seed.
+
+        `longest` is the limit of new tokens in the sampling settings.
         """
         vocabulary = self._vocabulary
         assert vocabulary is not None, "the engine must be loaded before it generates"
@@ -126,7 +135,10 @@ class Paced:
         return Completion(tokens, (logprob,) * len(tokens), text, finish_reason)
 
     def _decode(self, lengths: Sequence[int]) -> None:
-        """Sleep for the time of one batch. Between the ends of two completions all steps take equally long."""
+        """Sleep as long as decoding one batch of sequences takes.
+
+        `lengths` contains their numbers of tokens, in ascending order.
+        """
         self._due = time.perf_counter()
         self._pause(self._config.setup_seconds * len(lengths))
         done = 0

@@ -16,21 +16,27 @@ from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.terminal import on_terminal, screen
 
 MOMENT = "12 of 24 iterations"
-"""Text after which the image is taken as soon as the terminal shows the generation speed."""
+"""Progress text in the terminal that selects the moment of the image.
+
+The image is taken when a generation speed follows this text.
+"""
 
 
 class MomentReached(Exception):
-    """Raised when it is time for the image, with the terminal's output so far."""
+    """Raised when the demo's terminal output reaches the moment of the image. The argument is the output so far."""
 
 
 def check_moment(sent: str) -> None:
-    """Raise `MomentReached` when it is time for the image."""
+    """Raise `MomentReached` if the terminal output `sent` has reached the moment at which the image is taken."""
     if "tokens/s" in sent.partition(MOMENT)[2]:
         raise MomentReached(sent)
 
 
 def draw(sent: str, path: Path, *, title: str) -> None:
-    """Write the terminal's contents as an SVG image, without the password and without external fonts."""
+    """Write the contents of the terminal as an SVG image, without the line of the password and without external fonts.
+
+    `sent` is all output that was sent to the terminal.
+    """
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     for line in (line for line in screen(sent) if "password" not in line):
         console.print(Text.from_ansi(line), no_wrap=True, crop=False)
@@ -39,7 +45,10 @@ def draw(sent: str, path: Path, *, title: str) -> None:
 
 
 def main(*arguments: str) -> None:
-    """Run the demo on a terminal and write docs/pictures/terminal.svg. Further arguments are passed to the run."""
+    """Run the demo in a terminal and write an image of it to docs/pictures/terminal.svg.
+
+    Further arguments are passed to `rheostat train`.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         os.chdir(home)
         command = [RHEOSTAT, "train", str(ROOT / "configs/demo.toml"), "--store", "runs", *arguments]

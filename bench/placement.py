@@ -14,7 +14,10 @@ UNITS_PER_WORKER = 6
 
 
 def measure() -> Iterator[Table]:
-    """Measure CPU seconds on one core, as the median of `ROUNDS`."""
+    """Measure the CPU time of placement decisions for 8 to 4,096 workers.
+
+    Yields a table with the milliseconds of a plan, and of a correction of the plan within a stage.
+    """
     policy = build_policy(AdaptivePlacement())
     rows = []
     for workers in (8, 64, 512, 4096):

@@ -25,20 +25,23 @@ PROCESS_ENDED_ERRORS = (
 
 @dataclass(slots=True)
 class ProcessUsage:
-    """Latest measurements of one process."""
+    """Latest measured memory and CPU time of one process, and how often a marker was found in its memory."""
 
     pid: int
     kind: str
     peak_bytes: int = 0
-    """Kernel's peak of resident memory (VmHWM) in bytes, including pages of mapped files."""
+    """Peak resident memory (VmHWM) of the process in bytes, including pages of mapped files."""
     cpu_seconds: float = 0.0
-    """User and system time."""
+    """User plus system CPU time of the process in seconds."""
     searches: int = 0
     hits: int = 0
-    """Number of searches that found the marker."""
+    """Number of searches of the process's memory that found the marker."""
 
     def update(self) -> None:
-        """Read the peak memory and CPU time. A process that has ended keeps its last values."""
+        """Read the peak memory and CPU time of the process from /proc.
+
+        The last values are kept while a process ends.
+        """
         status = Path(f"/proc/{self.pid}/status").read_text()
         peak = re.search(r"VmHWM:\s+(\d+) kB", status)
         if peak is not None:  # not present while a process ends
@@ -46,7 +49,10 @@ class ProcessUsage:
             self.cpu_seconds = cpu_seconds(self.pid)
 
     def search(self, marker: bytes) -> None:
-        """Search the process's memory for the marker, unless the process is a worker in which it was found before."""
+        """Search the memory of the process for the marker and count the result.
+
+        Workers in which the marker was found are not searched again.
+        """
         if self.kind == "worker" and self.hits:
             return
         holds_marker = memory_contains(self.pid, marker)
@@ -55,14 +61,15 @@ class ProcessUsage:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the user and system time of a process so far, in seconds."""
+    """Return the user plus system CPU time in seconds that the process `pid` has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def memory_contains(pid: int, marker: bytes) -> bool:
-    """Return whether a process's memory contains the marker.
-    Only resident pages are read, so that no page is loaded.
+    """Return whether the memory of a process contains the marker.
+
+    Only pages in physical memory are read, so that the search loads no pages.
     """
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for start, end in _resident(pid):
@@ -80,7 +87,7 @@ def memory_contains(pid: int, marker: bytes) -> bool:
 
 
 def _resident(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield the address ranges of a process's pages that are in memory."""
+    """Yield the start and end addresses of the ranges of a process's memory that are in physical memory."""
     with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, permissions, *_ = line.split()
@@ -97,10 +104,10 @@ def _resident(pid: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def measure_processes(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iterator[dict[int, ProcessUsage]]:
-    """Run the block while measuring the processes that `find` returns by ID, with their kinds.
+    """Measure the memory and CPU time of processes in the background while the block runs.
 
-    Their memory is searched for the marker. Yields the measurements by process ID, which are updated until the block
-    ends.
+    `find` returns the kinds of the processes by process ID, and is called repeatedly. If `marker` is given, the memory
+    of the processes is searched for it. Yields the measurements by process ID, which are updated until the block ends.
     """
     watched: dict[int, ProcessUsage] = {}
     ended = Event()
@@ -134,12 +141,12 @@ def measure_processes(find: Callable[[], dict[int, str]], *, marker: bytes = b""
 
 
 def files_with(directory: Path, marker: bytes) -> list[Path]:
-    """Return the files below a directory that contain the marker."""
+    """Return all files in a directory and its subdirectories that contain the marker."""
     return [path for path in sorted(directory.rglob("*")) if path.is_file() and marker in path.read_bytes()]
 
 
 def wait_for(path: Path, process_ended: Callable[[], bool]) -> None:
-    """Wait until a file exists. Raises RuntimeError if the process ends first."""
+    """Wait until the file at `path` exists. Raises RuntimeError if `process_ended` returns true first."""
     while not path.exists():
         if process_ended():
             raise RuntimeError(f"the job ended before it wrote {path}")

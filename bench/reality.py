@@ -43,9 +43,12 @@ PLACEMENTS = {
     "in turns": ("placement.kind=colocated",),
 }
 SETTLED = 1
-"""Number of ignored iterations. The first one waits for processes to start, which is not simulated."""
+"""Number of iterations at the start that are left out of the statistics.
+
+They include starting processes, which the simulator does not model.
+"""
 POLL_SECONDS = 0.1
-"""Seconds between the simulator's checks for the run's next decision."""
+"""Simulated seconds between two checks of whether workers have to change their roles."""
 
 
 Journal = Mapping[str, Mapping[str, JsonValue]]
@@ -53,42 +56,57 @@ Journal = Mapping[str, Mapping[str, JsonValue]]
 
 @dataclass(frozen=True, slots=True)
 class PlacementComparison:
-    """Run and its simulations, with one entry per iteration."""
+    """Measured and simulated durations of a run with one placement policy.
+
+    Each tuple has one value per iteration, for the stage that generates and scores completions.
+    """
 
     placement: str
     seconds: tuple[float, ...]
-    """Measured seconds of the stage."""
+    """Measured seconds of generation and scoring in each iteration."""
     around: tuple[float, ...]
-    """Measured seconds before the first unit and after the last one, for waking workers and starting flows."""
+    """Measured seconds of each stage before the first work unit and after the last one.
+
+    Workers wake up and flows start in this time.
+    """
     simulated: tuple[float, ...]
-    """Simulated seconds with the policy deciding in the simulator."""
+    """Simulated seconds of each stage if the placement policy assigns workers to roles again in the simulator."""
     replayed: tuple[float, ...]
-    """Simulated seconds with the run's own decisions."""
+    """Simulated seconds of each stage with the same assignments of workers to roles as in the real run."""
     unmoved: tuple[float, ...]
-    """Simulated seconds with the run's plans but without moves within a stage."""
+    """Simulated seconds of each stage if every worker keeps the role that it had at the start of the stage."""
     plans: tuple[str, ...]
     moves: tuple[int, ...]
-    """Number of slots that changed roles within the stage."""
+    """Number of worker slots in each iteration that changed between generation and scoring within the stage."""
     early: tuple[float, ...]
-    """Share of units that were judged before the last unit was generated."""
+    """Share of the work units in each iteration that were scored before the last unit was generated."""
     share: tuple[float, ...]
-    """Share of rollout in the worker-seconds of the stage's units."""
+    """Share of generation in the busy seconds of all workers, for each iteration. The rest is scoring."""
     planned: tuple[float, ...]
-    """Seconds that the policy predicted before each stage, from earlier stages."""
+    """Seconds of each stage that the placement policy predicted beforehand, from measurements of earlier stages."""
 
     def predicted(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """Add to simulated seconds the median time around a stage's units, which is not simulated."""
+        """Add the measured median time before and after the work units to simulated seconds.
+
+        The simulator does not model this time.
+        """
         around = median(self.around[SETTLED:])
         return tuple(around + each for each in seconds)
 
     def errors(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """Return the signed errors in percent of the measured seconds, without the ignored iterations."""
+        """Return the errors of simulated seconds, in percent of the measured seconds, with sign.
+
+        The first iterations are left out.
+        """
         pairs = zip(self.predicted(seconds)[SETTLED:], self.seconds[SETTLED:], strict=True)
         return tuple(100 * (predicted / measured - 1) for predicted, measured in pairs)
 
 
 def measure() -> Iterator[Table]:
-    """Run the configuration under each placement and simulate the work of each run."""
+    """Run real jobs under each placement policy, and simulate the same work.
+
+    Yields a table of the measured and simulated seconds per run, and a summary of the simulation errors.
+    """
     runs = []
     for name, overrides in PLACEMENTS.items():
         sys.stderr.write(f"--- placement {name}\n")
@@ -99,7 +117,10 @@ def measure() -> Iterator[Table]:
 
 
 def compare_placement(run: Run, config: RunConfig, *, placement: str) -> PlacementComparison:
-    """Read the work and times of a finished run and simulate it."""
+    """Simulate the work of a finished run, and return the measured and simulated durations.
+
+    `placement` is the name of the placement policy for the tables.
+    """
     iterations = [Iteration(run, number) for number in range(1, config.iterations + 1)]
     plans = [batch.plan for iteration in iterations for batch in iteration.batches]
     journal = run.journal("placement/")
@@ -131,15 +152,18 @@ def compare_placement(run: Run, config: RunConfig, *, placement: str) -> Placeme
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """Decisions of a run about one stage."""
+    """Assignments of workers to roles that a real run chose for one stage: the plan, and its later corrections."""
 
     plan: Decision
     drains: tuple[tuple[float, Plan], ...]
-    """Corrections, with their times in seconds since the first unit began."""
+    """Corrections of the plan during the stage, each with the seconds since the first work unit began."""
 
     @classmethod
     def of(cls, journal: Journal, plan: BatchPlan, *, late: float) -> Self:
-        """Read the decisions about a batch whose first unit began `late` seconds after the stage."""
+        """Read the assignments of one stage from the run's journal.
+
+        `late` is the number of seconds between the start of the stage and the start of its first work unit.
+        """
         keys = sorted(key for key in journal if key.startswith(f"placement/{plan.key}/drain-"))
         inputs = [DrainInputs.model_validate(journal[key]["inputs"]) for key in keys]
         plans = [Decision.model_validate(journal[key]["decision"]).plan for key in keys]
@@ -157,12 +181,15 @@ class _Decided:
 
     @property
     def moved(self) -> int:
-        """Number of slots that corrections assigned to another role."""
+        """Number of worker slots that changed between generation and scoring during the stage."""
         plans = [self.plan.plan, *(plan for _, plan in self.drains)]
         return sum(abs(one.rollout - other.rollout) for one, other in pairwise(plans))
 
     def run(self, work: StageWork, *, resize_seconds: float) -> float:
-        """Simulate the stage with these decisions and return its seconds."""
+        """Simulate the stage with the assignments of the real run, and return the simulated seconds.
+
+        `resize_seconds` is the time that a worker needs to change its role.
+        """
         plan = self.plan.plan
         slots = plan.rollout + (plan.scoring if plan.mode == "split" else 0)
         roles: list[Role] = ["rollout" if slot < plan.rollout else "scoring" for slot in range(slots)]
@@ -170,9 +197,10 @@ class _Decided:
         return stage.run(drain=self._drain, poll_seconds=POLL_SECONDS).seconds
 
     def _drain(self, view: View) -> Plan:
-        """Return the plan that the run had at this time of the stage.
+        """Return the assignment of workers to roles that the real run used at the simulated time.
 
-        A plan that leaves a role with waiting units without a slot is skipped, because the run never did that.
+        The simulator calls this during a stage. An assignment that gives no worker to a role with waiting work units is
+        skipped, because the real run never chose one.
         """
         for at, plan in reversed(self.drains):
             left = [
@@ -186,7 +214,7 @@ class _Decided:
 
 
 def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
-    """Build a stage's work units from their lengths, at the pace that the run measured."""
+    """Build the simulator's work units of one stage from the recorded lengths and the speed that the run measured."""
     rollout, scoring = (
         role_work(measured.demand(role, units=1, sequences=1).pace, _lengths(run, plan, stage))
         for stage, role in STAGES.items()
@@ -195,7 +223,7 @@ def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
 
 
 def by_iteration(run: PlacementComparison) -> Table:
-    """Build a table with every stage of a run."""
+    """Build a table of the measured and simulated seconds of a run, with one row per iteration."""
     columns: dict[str, Sequence[str | int | float]] = {
         "iteration": [str(number + 1) for number in range(len(run.seconds))],
         "plan": run.plans,
@@ -225,7 +253,7 @@ def by_iteration(run: PlacementComparison) -> Table:
 
 
 def summary(runs: Sequence[PlacementComparison]) -> Table:
-    """Build a table with the means over iterations and the errors of the simulations."""
+    """Build a table with the mean seconds and the simulation errors of each run, with one row per placement policy."""
     rows = []
     for run in runs:
         row: list[str | float] = [run.placement, mean(run.seconds[SETTLED:])]
@@ -251,8 +279,9 @@ def summary(runs: Sequence[PlacementComparison]) -> Table:
 
 
 def _lengths(run: Run, plan: BatchPlan, stage: str) -> NDArray[np.float64]:
-    """Return all lengths of each unit, in ascending order.
-    Units are so small that their manifests list every length.
+    """Return the sequence lengths of each work unit of a stage, as an array with one row per unit.
+
+    Lengths are read from manifests, which list all of them because the units are small.
     """
     units = []
     for shard in range(plan.num_shards):
@@ -270,7 +299,10 @@ def _share(run: Run, plan: BatchPlan) -> float:
 
 
 def _span_seconds(run: Run, plan: BatchPlan) -> float:
-    """Return the seconds from the begin of the first unit to the end of the last one."""
+    """Return the seconds from the start of the first work unit to the end of the last one.
+
+    Units of generation and of scoring count.
+    """
     units = [unit for stage in STAGES for unit in _units(run, plan, stage)]
     ends = [datetime.fromisoformat(unit.created).timestamp() for unit in units]
     return max(ends) - min(end - unit.seconds["worker"] for end, unit in zip(ends, units, strict=True))
@@ -286,7 +318,7 @@ def _stage_seconds(journal: Journal, plan: BatchPlan) -> float:
 
 
 def _early(run: Run, plan: BatchPlan) -> float:
-    """Return the share of verdicts that were written before the last rollout."""
+    """Return the share of work units that were scored before the last unit was generated."""
     last = max(unit.created for unit in _units(run, plan, "rollout"))
     return mean(unit.created < last for unit in _units(run, plan, "judge-paced"))
 

@@ -33,20 +33,30 @@ ROUNDS = 9
 SHARD, MANIFEST = 64_000_000, 2_000
 
 SHARDS = 256
-"""Number of shards in the iteration whose requests are counted."""
+"""Number of shards in the iteration whose S3 requests are counted."""
 PRICES = {"PUT": 5.0, "POST": 5.0, "LIST": 5.0, "GET": 0.4, "HEAD": 0.4, "DELETE": 0.0}
-"""US dollars for a million requests of S3 Standard in us-east-1 (aws.amazon.com/s3/pricing)."""
+"""Price of one million requests in US dollars by kind of request, for S3 Standard in us-east-1.
+
+Source: aws.amazon.com/s3/pricing.
+"""
 
 ANSWER_SECONDS = 0.02
-"""Delay in seconds of each of that server's answers."""
+"""Seconds by which the S3 server's responses are delayed while requests are counted."""
 WEIGHTS, WEIGHTS_ROUNDS = 2_000_000_000, 2
-"""Size of the weights in bytes, and number of rounds, which is small because Ceph keeps deleted data in memory."""
+"""Size of the weights file in bytes, and number of measured rounds.
+
+There are few rounds, because Ceph keeps deleted data in memory.
+"""
 
 Do = Callable[[str, bytes, bytes], None]
 
 
 def measure() -> list[Table]:
-    """Run all clients in turns in every round, each against a server in a separate process."""
+    """Measure the speed of Rheostat's S3 store, of boto3 and of s3fs, against two S3 servers on this machine.
+
+    Returns a table of the requests and their price per iteration, a table per server of the seconds to put and get a
+    shard, and a table of the seconds to transfer a weights file. Raises BadInput if Ceph is not installed.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory, ExitStack() as stack:
         if missing := missing_ceph():
             raise BadInput(missing)
@@ -63,7 +73,10 @@ def measure() -> list[Table]:
 
 
 def _requests(server: S3Server, home: Path) -> Table:
-    """Count the requests of the second of two iterations."""
+    """Count the S3 requests of one iteration of a real job, and return a table with their numbers and prices.
+
+    The job runs two iterations, and the second is counted.
+    """
     overrides = {
         "iterations": 2,
         "data.train_problems": 4 * SHARDS,
@@ -131,7 +144,10 @@ def _table(name: str, server: S3Server) -> Table:
 
 
 def _weights(directory: Path) -> Table:
-    """Put a file of weights and get it on a machine that does not have it, with each client in turn."""
+    """Measure the seconds to upload and download a file of weights with boto3 and with Rheostat's store.
+
+    The downloads start without a cached copy.
+    """
     home = directory / "weights"
     home.mkdir()
     with rgw(home, gibibytes=16) as server:

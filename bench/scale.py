@@ -33,23 +33,26 @@ from tasks.views.metrics import newest_reports
 ITERATIONS, SHARDS, SHARD_PROMPTS = 2000, 64, 4
 MEMORY = Path("/dev/shm")
 SHOWN = 100
-"""Number of iterations whose mean forms a row of the table. Every fifth such row, the first and the last are shown."""
+"""Number of consecutive iterations whose mean is one measurement.
+
+The table shows the first measurement, every fifth after it, and the last one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HundredIterations:
-    """Measurements of consecutive iterations."""
+    """Mean CPU time and final memory of the driver over 100 consecutive iterations."""
 
     last: int
-    """Number of the last iteration."""
+    """Number of the last of the 100 iterations."""
     cpu_ms: float
-    """Mean user and system time of one iteration in milliseconds."""
+    """Mean user plus system CPU time of one iteration, in milliseconds."""
     resident_mib: float
-    """Resident memory of the process in MiB after the last iteration."""
+    """Resident memory of the process after the last of the 100 iterations, in MiB."""
 
 
 class SyntheticRun:
-    """Run without workers."""
+    """Training run whose driver does its usual work, while all results of workers are constants."""
 
     def __init__(self, run: Run, settings: RunConfig, home: Path) -> None:
         self.run, self.home = run, home
@@ -60,7 +63,7 @@ class SyntheticRun:
         self._commit(StageKey.policy(0), Outcome(model=self._policy(0)))
 
     def iterate(self, number: int) -> None:
-        """Commit everything that an iteration of a real job commits, seal the iteration, and report on it."""
+        """Run one iteration: commit constant results of all stages, end the iteration, and build its report."""
         this = Iteration(self.run, number)
         batch = plan_iteration(self.open_run, this)
         groups = {"groups": SHARD_PROMPTS, "informative_groups": SHARD_PROMPTS}
@@ -94,7 +97,10 @@ class SyntheticRun:
 
 
 def measure() -> list[Table]:
-    """Run the iterations one after another. The CPU time is that of this process, which does nothing else."""
+    """Measure the driver's CPU time and memory over 2,000 iterations without workers.
+
+    Returns a table of both for increasing iteration numbers. The CPU time is that of this process.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-", dir=MEMORY if MEMORY.is_dir() else None) as directory:
         hundreds = run_iterations(Path(directory), iterations=ITERATIONS)
     chosen = [row for index, row in enumerate(hundreds) if index % 5 == 0 or row is hundreds[-1]]
@@ -109,7 +115,7 @@ def measure() -> list[Table]:
 
 
 def run_iterations(home: Path, *, iterations: int) -> list[HundredIterations]:
-    """Run the iterations and return the measurements of every hundred."""
+    """Run iterations without workers, and return one measurement per 100 iterations. The run is stored in `home`."""
     prompts = SHARDS * SHARD_PROMPTS
     document = {"name": "long", "rollout": {"prompts": prompts, "shard_prompts": SHARD_PROMPTS}}
     settings = parse_config(document, source="bench")

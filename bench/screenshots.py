@@ -15,7 +15,7 @@ RHEOSTAT: Final = str(Path(sys.executable).with_name("rheostat"))
 
 
 def main() -> None:
-    """Train missing runs, build the pages and take the screenshots."""
+    """Train the runs that do not exist yet, build their report pages, and save screenshots in docs/pictures/."""
     for name, words in RUNS.items():
         if not (STORE / name / "run.json").exists():
             _rheostat("train", *words, "report=false")
@@ -41,7 +41,10 @@ def _rheostat(command: str, *words: str) -> None:
 
 
 def _photograph(seen: OpenedPage, section: str, name: str) -> None:
-    """Save a screenshot of the window, scrolled to a section. Raises AssertionError if the page reports errors."""
+    """Save a screenshot of a browser page, scrolled to the element with the ID `section`, as docs/pictures/NAME.png.
+
+    Raises AssertionError if the page has reported errors.
+    """
     assert seen.complaints == [], seen.complaints
     seen.page.evaluate("section => document.getElementById(section).scrollIntoView()", section)
     seen.page.screenshot(path=PICTURES / f"{name}.png")

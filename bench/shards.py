@@ -18,7 +18,10 @@ ROWS = 5700  # about 64 MB
 
 
 def rollouts(seed: int) -> pa.Table:
-    """Return rollouts like those of a model of usual size: token IDs, log-probs and text of about 4 bytes per token."""
+    """Build a random table of rollouts with the size of a real shard: token IDs, log-probs and text.
+
+    Each row has 200 prompt tokens and 800 completion tokens, with about 4 bytes of text per token.
+    """
     random = np.random.default_rng(seed)
     text = random.integers(97, 123, 4 * COMPLETION_TOKENS, dtype=np.uint8).tobytes().decode()
     columns = {
@@ -42,7 +45,10 @@ def rollouts(seed: int) -> pa.Table:
 
 
 def measure() -> list[Table]:
-    """Write and read different tables in turns. Every byte is read, from memory that the kernel has cached."""
+    """Measure the seconds and MB/s of writing, verifying and reading a shard of rollouts.
+
+    Every byte is read, from files that the kernel has cached.
+    """
     durations: dict[str, list[float]] = {"write": [], "verify": [], "read, first": [], "read, again": []}
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = open_store(directory)
@@ -63,7 +69,7 @@ def measure() -> list[Table]:
 
 
 def _touch(table: pa.Table) -> None:
-    """Read one byte of every memory page of a table."""
+    """Read one byte of every memory page of a table, so that the whole file is loaded."""
     for column in table.columns:
         for chunk in column.chunks:
             for buffer in chunk.buffers():

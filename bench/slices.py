@@ -36,7 +36,11 @@ SLICES = (1, 2, 4)
 
 
 def measure() -> Iterator[Table]:
-    """Measure the time of a step and its peak memory above the memory before it, as the maximum over ranks."""
+    """Measure the peak memory and seconds of a training step on one long row, with 1, 2 and 4 sequence-parallel ranks.
+
+    Yields a table of the maxima over ranks, with the memory that Rheostat predicts. Memory is counted above the memory
+    before the step.
+    """
     outline = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
     rows = []
     for slices in SLICES:
@@ -60,14 +64,17 @@ def measure() -> Iterator[Table]:
 
 
 def resident(name: str) -> int:
-    """Return a memory size of this process in bytes, as counted by the kernel."""
+    """Return a memory size of this process in bytes. `name` is a field of /proc/self/status, such as VmRSS."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return 1024 * int(match[1])
 
 
 def main(rank: int, ranks: int, port: int) -> None:
-    """Take two steps as one rank, and print the bytes and seconds of the last."""
+    """Run two training steps as one rank of a sequence-parallel group.
+
+    Print the second step's memory in bytes and its seconds. `port` is the port on which the ranks connect.
+    """
     torch.set_num_threads(1)
     update = UpdateConfig(sequence_parallel=ranks, activation_checkpointing=False)
     joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, sequence_parallel=ranks)

@@ -6,13 +6,19 @@ from bench.tables import Table
 
 ITERATIONS = 10
 SETTLED = 2
-"""Number of ignored iterations. The first ones wait for pools to start and for weights to load."""
+"""Number of iterations at the start that are left out of the results.
+
+They include starting worker pools and loading weights.
+"""
 QUICK = ("warmup.steps=300", f"iterations={ITERATIONS}")
 TARGET_SECONDS = 60
 
 
 def measure() -> list[Table]:
-    """Run the demo's iterations after a shorter warm-up."""
+    """Run the demo job.
+
+    Return a table of the median seconds per stage, and a table of orchestration and data movement.
+    """
     with run_job_to_end(DEMO, QUICK) as job:
         cycles = read_cycles(job.run)[SETTLED:]
     cycle = median_cycle(cycles)

@@ -34,8 +34,9 @@ JOB = (
     "pools.dedicated_update_resources=true",
 )
 SETTLED = 2
-"""Number of ignored iterations.
-The first ones wait for processes to start and have no earlier iteration to overlap with.
+"""Number of iterations at the start that are left out of the results.
+
+They include starting processes, and have no earlier iteration to overlap with.
 """
 
 
@@ -47,7 +48,11 @@ PLOT = Path(__file__).parents[1] / "docs" / "staleness.png"
 
 
 def measure() -> Iterator[Table]:
-    """Measure the saved time, then train the demo with each staleness on three seeds and write its plot in docs/."""
+    """Measure the time saved by overlapping iterations, and the effect of older rollouts on learning.
+
+    Yields a table of times, and a table of learning curves for each value of `rollout.staleness` on three seeds. The
+    curves are plotted in docs/staleness.png.
+    """
     yield gain()
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in SEEDS:
@@ -60,7 +65,10 @@ def measure() -> Iterator[Table]:
 
 
 def gain() -> Table:
-    """Measure the update, then run the job with rollouts of that duration, twice without and twice with overlap."""
+    """Measure the seconds per iteration with and without overlapping iterations, and return them as a table.
+
+    Rollouts sleep as long as an update takes, which a first run measures. Each variant runs twice.
+    """
     update = median(cycle.stages["update"] for cycle in _cycles(0.0, iterations=4, staleness=0))
     seconds: dict[int, list[float]] = {0: [], 1: []}
     cycles: dict[int, list[Cycle]] = {0: [], 1: []}
@@ -87,7 +95,10 @@ def gain() -> Table:
 
 
 def _cycles(base_seconds: float, *, iterations: int, staleness: int) -> Sequence[Cycle]:
-    """Run the job and return the cycles of its iterations, without the ignored ones."""
+    """Run the job and return the time breakdown of its iterations, without the first ones.
+
+    `base_seconds` is the time that the engine sleeps per decoding step.
+    """
     options = f"{{base_seconds={base_seconds},per_sequence_seconds=0,sigma=0,median_tokens={TOKENS}}}"
     engine = f'rollout.engine={{kind="target",target="bench.paced:PacedEngine",options={options}}}'
     sys.stderr.write(f"--- rollout.staleness={staleness}, {base_seconds * TOKENS:.1f} s per rollout\n")

@@ -8,7 +8,7 @@ Cell = str | int | float
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers with a title and with notes that explain them."""
+    """Results of a benchmark: a title, named columns, rows, and notes that explain the numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -16,14 +16,14 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return the table as text for a terminal, with the first column aligned left and the others right."""
+        """Format the table as aligned text for a terminal. The first column is aligned left, the others right."""
         rows = [self.columns, *(tuple(_shown(cell) for cell in row) for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
         lines = [self.title, *(_line(row, widths) for row in rows), *(f"  {note}" for note in self.notes)]
         return "\n".join(lines)
 
     def json(self) -> dict[str, object]:
-        """Return plain values, with one object per row."""
+        """Return the table as a dictionary for JSON, with one dictionary per row, keyed by column names."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "notes": list(self.notes)}
 

@@ -37,18 +37,18 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 2048,
 }
-"""Shape of the policy. It is so large that its steps dominate the time."""
+"""Sizes of the policy model. The model is large enough for generation to take most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTimes:
-    """Measurements of one shard of episodes."""
+    """Times and token count of one shard of episodes in which the policy calls tools."""
 
     tokens: float
     seconds: float
-    """Seconds of generation, including tools."""
+    """Seconds for generating all episodes, including the time in which tools run."""
     waiting_seconds: float
-    """Seconds, within `seconds`, in which nothing was generated because all episodes waited for tools."""
+    """Seconds, within `seconds`, in which no token was generated because all episodes waited for tools."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> "EpisodeTimes":
@@ -61,12 +61,16 @@ class EpisodeTimes:
 
     @property
     def busy_share(self) -> float:
-        """Share of the seconds in which tokens were generated."""
+        """Share of the generation time in which the engine generated tokens instead of waiting for tools."""
         return 1 - self.waiting_seconds / self.seconds
 
 
 def measure() -> Iterator[Table]:
-    """Measure rounds in one batch and in two batches, then episodes that proceed independently."""
+    """Measure how much slow tools reduce the engine's tokens per second.
+
+    Yields a table for each of three ways to run episodes: in rounds of one batch, in rounds of two batches, and each
+    episode independently on vLLM.
+    """
     configured = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(configured) if configured else None)
     vllm = VllmEngine(python=python, dtype="float32", cache_gib=0.5, max_batch_rows=PROMPTS * GROUP)
@@ -80,8 +84,9 @@ def measure() -> Iterator[Table]:
 
 
 def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[EpisodeTimes, EpisodeTimes]], bool]:
-    """Run all episodes with immediate and with sleeping tools, in turns.
-    Also return whether their tokens are the same.
+    """Generate all episodes alternately with immediate tools and with tools that sleep.
+
+    Return one pair of times (immediate, sleeping) per repetition, and whether all tokens were the same.
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         store = open_store(f"{name}/bench")

@@ -30,16 +30,19 @@ SETTLED = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Model and number of measured iterations."""
+    """Model size and number of iterations of one comparison with TRL."""
 
     name: str
     shape: Mapping[str, object]
     max_new_tokens: int
     update_ranks: int
     iterations: int
-    """Number of counted iterations in each of TRL's two blocks. Rheostat's job runs twice as many."""
+    """Number of measured iterations in each of TRL's two blocks of iterations.
+
+    Rheostat's job measures twice as many.
+    """
     preamble: str = ""
-    """Text before each problem."""
+    """Text that is inserted before each problem to make prompts longer."""
 
 
 SIZES = (
@@ -70,17 +73,18 @@ SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredIteration:
-    """Medians over iterations."""
+    """Seconds and number of tokens of one training iteration, or medians of these over iterations."""
 
     seconds: float
     generation: float
-    """Seconds of generation and rewards."""
+    """Seconds for generating completions and computing their rewards."""
     update: float
-    """Seconds of optimizer steps and TRL's old log-probs.
-    Rheostat's include reading samples and publishing weights and states.
+    """Seconds of the optimizer steps. TRL's seconds include computing its old log-probs.
+
+    Rheostat's include credit, reading samples, and publishing weights and states.
     """
     tokens: float
-    """Number of completion tokens per iteration."""
+    """Number of completion tokens generated in the iteration."""
 
     @property
     def other(self) -> float:
@@ -88,7 +92,7 @@ class MeasuredIteration:
 
 
 def measure() -> Iterator[Table]:
-    """Compare both at every size."""
+    """Measure whole training iterations of Rheostat and of TRL's `GRPOTrainer`, and yield one table per model size."""
     for size in SIZES:
         with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
             inputs = write_inputs(
@@ -120,10 +124,11 @@ def compare_with_trl(
     images: tuple[Path, ...] = (),
     peak: Callable[[int, Path], None] = lambda _pid, _run: None,
 ) -> Iterator[tuple[FinishedJob, list[TrlIteration]]]:
-    """Run the block with a Rheostat job that ran between two blocks of TRL's iterations.
-    Yields the job and TRL's counted iterations.
+    """Run iterations of TRL, then a Rheostat job, then iterations of TRL again, to compare their times.
 
-    TRL's second block runs before the yield. `peak` is called repeatedly while the job runs.
+    Yields the finished job and the times of TRL's iterations. `iterations` is the number of measured iterations in each
+    of TRL's two blocks. The job runs twice as many. The first iterations of each are left out. `images` are the images
+    of the prompts, if any. `peak` is called repeatedly with the process ID and run directory of the job.
     """
     workload = Workload(
         policy=inputs.policy,
@@ -145,7 +150,7 @@ def compare_with_trl(
 
 
 def medians_of(run: Run) -> MeasuredIteration:
-    """Return the medians of a finished run of Rheostat."""
+    """Return the median seconds and tokens of the iterations of a finished Rheostat run, without the first ones."""
 
     def tokens(number: int) -> float:
         return sum(manifest.metrics["tokens"] for manifest in run.manifests(f"{iteration_key(number)}/rollout/"))
@@ -162,7 +167,7 @@ def medians_of(run: Run) -> MeasuredIteration:
 
 
 def medians(taken: Iterable[TrlIteration]) -> MeasuredIteration:
-    """Return the medians of TRL's iterations."""
+    """Return the median seconds and tokens of TRL's measured iterations."""
     return _medians(
         MeasuredIteration(
             seconds=one.seconds, generation=one.generation, update=one.seconds - one.generation, tokens=one.tokens
@@ -191,7 +196,10 @@ def table(
     iterations: int,
     more: Sequence[tuple[Cell, ...]] = (),
 ) -> Table:
-    """Build a table that compares Rheostat with TRL."""
+    """Build a table that compares the seconds and tokens/s of Rheostat's and TRL's iterations.
+
+    `model` describes the model in the title, and `more` contains additional rows.
+    """
     completions = PROMPTS * GROUP
     # Lengths are random. Per token, shorter completions give no advantage.
     per_token = (theirs.seconds / theirs.tokens) / (ours.seconds / ours.tokens)

@@ -27,7 +27,7 @@ from models.vision.color_conversion import decode_rgb
 
 
 class TimedTrainer(GRPOTrainer):
-    """Trainer that records the start of each iteration and the time of its parts."""
+    """TRL's GRPO trainer, which also records the seconds of generation and of old log-probs in each iteration."""
 
     iterations: list[TrlIteration]
     generating = False
@@ -53,7 +53,10 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Blocks(TrainerCallback):
-    """Callback that ends an iteration after its last optimizer step, and waits for a line on stdin between blocks."""
+    """Trainer callback that runs iterations in blocks, so that another trainer can be measured between blocks.
+
+    Each block starts with a line on stdin. At its end, the times of its iterations are written as one line of JSON.
+    """
 
     def __init__(self, trainer: TimedTrainer, workload: Workload, answers: TextIO) -> None:
         self.trainer, self.workload, self.answers = trainer, workload, answers
@@ -109,7 +112,10 @@ def train(workload: Workload, answers: TextIO) -> None:
 
 
 def build_prompts(workload: Workload) -> dict[str, list[object]]:
-    """Return the prompts, as chats of one message if they have images."""
+    """Return the columns of TRL's training data set.
+
+    If the workload has images, each prompt becomes a chat of one message with an image.
+    """
     if not workload.images:
         return {"prompt": [*workload.prompts]}
     chats = [[{"role": "user", "content": prompt}] for prompt in workload.prompts]
@@ -117,7 +123,7 @@ def build_prompts(workload: Workload) -> dict[str, list[object]]:
 
 
 def count_images(trainer: TimedTrainer) -> None:
-    """Count the images that the vision tower encodes."""
+    """Install a hook that counts the images that the vision tower encodes in each iteration."""
     tower = trainer.model.model.vision_model
 
     def count(_module, _arguments, options) -> None:
@@ -127,7 +133,7 @@ def count_images(trainer: TimedTrainer) -> None:
 
 
 def config_of(workload: Workload) -> GRPOConfig:
-    """Return the TRL configuration that matches Rheostat's job."""
+    """Return the TRL configuration with the same batch sizes, lengths and optimizer settings as Rheostat's job."""
     batch = len(workload.prompts) * workload.group
     accumulated = batch // workload.minibatches // workload.microbatch
     vllm = workload.vllm
@@ -167,7 +173,10 @@ def config_of(workload: Workload) -> GRPOConfig:
 
 
 def end_at_lengths(trainer: TimedTrainer, lengths: tuple[tuple[int, ...], ...]) -> None:
-    """End every completion in vLLM at the length that the workload specifies."""
+    """Replace vLLM's `generate`, so that every completion ends at a specified length and EOS is ignored.
+
+    `lengths` contains the lengths in tokens of all completions of each iteration.
+    """
     llm = trainer.vllm_generation.llm
     generate = llm.generate
 
@@ -184,7 +193,10 @@ def end_at_lengths(trainer: TimedTrainer, lengths: tuple[tuple[int, ...], ...]) 
 
 
 def load_on_cpu(trainer: TimedTrainer) -> None:
-    """Load weights into vLLM with vLLM's own reload. TRL's way fails on tensors that vLLM's CPU build has repacked."""
+    """Replace TRL's loading of weights into vLLM by vLLM's own reload function.
+
+    TRL's loading fails on vLLM's CPU build, which repacks some tensors.
+    """
     vllm = trainer.vllm_generation
 
     def reload() -> None:
@@ -196,7 +208,7 @@ def load_on_cpu(trainer: TimedTrainer) -> None:
 
 
 def time_weights(trainer: TimedTrainer) -> None:
-    """Measure the time of loading weights into vLLM."""
+    """Wrap the loading of weights into vLLM, so that its seconds are recorded in each iteration."""
     sync = trainer.vllm_generation.sync_weights
 
     def timed() -> None:
@@ -209,7 +221,7 @@ def time_weights(trainer: TimedTrainer) -> None:
 
 
 def _finish() -> None:
-    """Wait for the device, because it works asynchronously."""
+    """Wait until the GPU, if there is one, has finished all work, so that timers include it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -9,56 +9,63 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CPU_VLLM = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Environment variables for vLLM's CPU build next to a trainer.
-By default it would bind the threads of both and use half of the memory.
+"""Environment variables that let vLLM's CPU build run next to a trainer.
+
+Without them it would bind the threads of both to the same cores and use half of the memory.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedVllm:
-    """Settings of TRL's own vLLM, which generates in the trainer's process."""
+    """Settings of the vLLM engine that TRL runs inside the trainer's process."""
 
     memory_share: float
-    """Share of the GPU's memory while vLLM is awake."""
+    """Share of the GPU's memory that vLLM uses while it is awake."""
     context: int
-    """Longest sequence in tokens."""
+    """Maximum length of prompt plus completion, in tokens."""
     sleeps: bool
-    """Whether vLLM releases its memory during the update. The CPU build cannot."""
+    """Whether vLLM releases its GPU memory during the update. Must be false for vLLM's CPU build."""
     lengths: tuple[tuple[int, ...], ...]
-    """Lengths of the completions by iteration, because random policies do not end by themselves."""
+    """Completion lengths in tokens, as one tuple per iteration.
+
+    They are fixed, because random policies rarely generate EOS.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Iterations that TRL runs in blocks. A line on its stdin starts a block, and a line on its stdout answers it."""
+    """Settings of the GRPO training that TRL runs in the benchmark.
+
+    TRL runs the iterations in blocks and pauses between blocks.
+    """
 
     policy: Path
     prompts: tuple[str, ...]
     """Training prompts. Every iteration uses all of them."""
     group: int
     minibatches: int
-    """Optimizer steps per iteration."""
+    """Number of optimizer steps per iteration."""
     learning_rate: float
     reward_pattern: str
-    """Regular expression. A completion that matches it has the reward 1."""
+    """Regular expression that gives a completion the reward 1 if it matches, and 0 otherwise."""
     max_new_tokens: int
     block: int
-    """Number of iterations per block."""
+    """Number of iterations that TRL runs before it pauses, so that another trainer can be measured."""
     blocks: int
     microbatch: int
-    """Number of sequences in one forward pass."""
+    """Number of sequences in one forward pass of training."""
     images: tuple[Path, ...] = ()
-    """Image before the text of each prompt. Empty for text-only policies."""
+    """Image files, one per prompt, that precede the prompts' texts. Empty for text-only policies."""
     bfloat16: bool = False
     vllm: ColocatedVllm | None = None
-    """Settings of vLLM, or None to generate with transformers."""
+    """Settings of the vLLM engine, or None if TRL generates with transformers."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), default=str))
 
 
 def read_workload(path: Path) -> Workload:
-    """Read a workload that `Workload.write` wrote."""
+    """Read the settings of a TRL workload from a JSON file that `Workload.write` wrote."""
     record = json.loads(path.read_text())
     vllm = record.pop("vllm")
     lengths = tuple(map(tuple, vllm.pop("lengths"))) if vllm else ()
@@ -73,27 +80,31 @@ def read_workload(path: Path) -> Workload:
 
 @dataclass(slots=True)
 class TrlIteration:
-    """Times of one iteration of TRL in seconds."""
+    """Times in seconds, token count and memory of one training iteration of TRL."""
 
     started: float
     generation: float = 0.0
-    """Generation and rewards, including the loading of weights into vLLM."""
+    """Seconds for generating completions and computing rewards, including loading weights into vLLM."""
     weights: float = 0.0
-    """Part of `generation` in which vLLM loads the weights."""
+    """Seconds, within `generation`, in which vLLM loads the weights. 0 without vLLM."""
     old_logprobs: float = 0.0
     seconds: float = 0.0
-    """Whole iteration."""
+    """Seconds of the whole iteration."""
     tokens: int = 0
-    """Number of completion tokens."""
+    """Number of completion tokens generated in the iteration."""
     images: int = 0
-    """Number of times that the vision tower encoded an image, in generation and in the update."""
+    """Number of images that the vision tower encoded during generation and update. Repetitions count."""
     peak_bytes: int = 0
-    """Peak resident memory of the process so far."""
+    """Peak resident memory of TRL's process so far, in bytes."""
 
 
 @contextmanager
 def start_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callable[[], list[TrlIteration]]]:
-    """Run the block with a TRL process. Yields a function that runs one block of iterations in TRL."""
+    """Start a TRL training process and stop it after the block.
+
+    Yields a function that runs one block of iterations in TRL and returns their times. `python` is the interpreter of
+    TRL's environment, and the workload is written to `path`.
+    """
     workload.write(path)
     command = [str(python), "-m", "bench.trl_trainer", str(path)]
     environment = {**CPU_VLLM, **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -52,7 +52,10 @@ TEMPLATE = (
 
 
 def measure() -> Iterator[Table]:
-    """Compare both trainers, then measure the vision tower."""
+    """Compare training iterations of a vision-language policy in Rheostat and TRL.
+
+    Yields a table of their times, and a table of the CPU seconds that Rheostat spends in the vision tower.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
         inputs, pictures = _write_inputs(directory)
@@ -86,7 +89,10 @@ def _rates(ours: float, theirs: float) -> tuple[float, float, float]:
 
 @dataclass(slots=True)
 class Clock:
-    """CPU seconds in the vision tower, and number of images that it encoded."""
+    """CPU seconds of a rollout or update, in total (`whole`) and in the vision tower (`seconds`).
+
+    Also the number of images that the vision tower encoded.
+    """
 
     seconds: float = 0.0
     images: int = 0
@@ -98,8 +104,10 @@ class Clock:
 
 
 def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
-    """Call `work` with a timer around the tower.
-    The backward pass lasts from the first gradient of its output to its last parameter's.
+    """Call `work` and measure the CPU seconds of forward and backward passes of the vision tower.
+
+    A backward pass is timed from the first gradient of the tower's output to the last gradient of its parameters.
+    `completions` is the number of completions that `work` processes.
     """
     clock, plain = Clock(completions=completions), Idefics3Model.get_image_features
 
@@ -136,7 +144,7 @@ def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
 
 
 def _tower_of_generation(job: FinishedJob) -> Clock:
-    """Generate one shard of the last iteration again and return the times."""
+    """Generate one shard of the last iteration again, and return the CPU seconds in total and in the vision tower."""
     batch = _last(job).batches[0]
     worker = RolloutWorker(_uri(job.run.store), job.run.name, TransformersEngine(), threads=1)
     work = RolloutWork(
@@ -154,7 +162,7 @@ def _tower_of_generation(job: FinishedJob) -> Clock:
 
 
 def _tower_of_update(job: FinishedJob) -> Clock:
-    """Train the last iteration again and return the times."""
+    """Run the update of the last iteration again, and return the CPU seconds in total and in the vision tower."""
     iteration = _last(job)
     settings = UpdateConfig.model_validate(job.run.record.config["update"])
     worker = UpdateWorker(
@@ -183,7 +191,10 @@ def _uri(store: Store) -> str:
 
 
 def _write_inputs(directory: Path) -> tuple[Inputs, tuple[Path, ...]]:
-    """Write a random vision-language policy, images of noise, and a question about each image."""
+    """Write a random vision-language policy, random images, and the files of a job to a directory.
+
+    Each prompt is a question about one image. Return the job's inputs and the images of its training prompts.
+    """
     questions = tuple(f"Picture {row}: Ana has {row % 7} pens. How many? " for row in range(PROMPTS + HELDOUT))
     tokenizer = vision_tokenizer(POLICY, questions)
     tokenizer.chat_template = TEMPLATE

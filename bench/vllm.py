@@ -38,7 +38,10 @@ from models.records.work import RolloutWork
 from models.text.tokenizer import load_tokenizer
 
 VLLM_VARIABLE = "VLLM_PYTHON"
-"""Environment variable with the Python of vLLM's environment. If unset, the installed one is used."""
+"""Name of the environment variable that contains the path of the Python interpreter of vLLM's environment.
+
+If the variable is not set, the installed environment of vLLM is used.
+"""
 PROMPTS, GROUP = 32, 8
 THREADS = 1  # the other core runs the processes around the engine, as on a machine with a GPU engine
 DTYPE = "float32"
@@ -48,7 +51,7 @@ LENGTHS, LONGEST = DrawnLengths(median_tokens=16, sigma=0.5), 64
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Model and number of measured rounds."""
+    """Model, batch size and number of measured rounds of one comparison with `LLM.generate`."""
 
     decoder: Decoder
     max_batch_rows: int
@@ -60,17 +63,17 @@ SIZES = (Size(decoder=MIDDLE, max_batch_rows=32, rounds=3), Size(decoder=TINY, m
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Tokens per second of both, measured right after each other."""
+    """Speed of Rheostat (`ours`) and of `LLM.generate` (`raw`) in tokens per second, measured one after the other."""
 
     ours: float
     raw: float
     cpu: float
-    """CPU seconds of Rheostat's worker and its server."""
+    """CPU seconds of Rheostat's rollout worker and its vLLM server in this round."""
     raw_cpu: float
     worker: float
-    """Seconds of Rheostat's worker outside generation and writing: proof of the weights, prompts, texts."""
+    """Seconds of Rheostat's rollout worker outside generation and writing: weight verification, prompts, texts."""
     write: float
-    """Seconds in which Rheostat's worker writes the shard."""
+    """Seconds in which Rheostat's rollout worker writes the shard of completions."""
     seconds: float
 
     @property
@@ -79,7 +82,10 @@ class Round:
 
 
 def measure() -> Iterator[Table]:
-    """Compare both at every size."""
+    """Measure tokens per second of a Rheostat rollout worker and of vLLM's `LLM.generate`.
+
+    Yield one table per model size.
+    """
     configured = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(configured) if configured else None)
     for size in SIZES:
@@ -152,7 +158,10 @@ async def _round(pool: Pool, work: RolloutWork, beside: RawProcess, *, ours: Seq
 
 
 def _servers(directory: Path) -> list[int]:
-    """Return the process IDs of Rheostat's server, found by its policy because its worker is not its parent."""
+    """Return the process IDs of the vLLM server of Rheostat's worker.
+
+    The server is found by the policy directory on its command line, because it is not a child process of the worker.
+    """
     commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
     return [
         pid
@@ -162,7 +171,7 @@ def _servers(directory: Path) -> list[int]:
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the CPU seconds so far of processes and their descendants.
+    """Return the CPU seconds that the processes and all their descendants have used so far.
 
     Other load on the machine affects CPU seconds less than wall-clock time.
     """
@@ -195,7 +204,10 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
 
 
 def _raw_workload(store: Store, shard: ShardRef, policy: Path, size: Size) -> RawWorkload:
-    """Build the workload for `LLM.generate` from the completions of a Rheostat shard."""
+    """Build the workload that makes `LLM.generate` repeat the completions of a Rheostat shard.
+
+    The workload has the same prompts, lengths and seeds.
+    """
     table = read_shard(store, shard)
     inputs = rollout_inputs(table)
     return RawWorkload(

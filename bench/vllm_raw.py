@@ -17,21 +17,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class RawWorkload:
-    """Settings of `LLM` and the completions that it generates."""
+    """Settings of vLLM's `LLM` class, and the prompts, lengths and seeds of the completions that it generates."""
 
     model: Path
     dtype: str
     max_num_seqs: int
     cache_bytes: int
     prompts: tuple[tuple[int, ...], ...]
-    """Prompts, one per completion: the prompt of a group is repeated."""
+    """Prompts as token IDs, one per completion. The prompt of a group is repeated for each completion."""
     lengths: tuple[int, ...]
     seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RawRound:
-    """Time and tokens of one round."""
+    """Seconds and number of generated tokens of one run of the workload with `LLM.generate`."""
 
     seconds: float
     tokens: int
@@ -39,22 +39,31 @@ class RawRound:
 
 @dataclass(frozen=True, slots=True)
 class RawProcess:
-    """Process with a running `LLM`."""
+    """Running process with vLLM's `LLM` loaded, and a function that generates the workload in the process."""
 
     pid: int
     run_round: Callable[[str], RawRound]
-    """Function that runs one round: `same` with the same seeds and log-probs as Rheostat, `plain` without them."""
+    """Function that generates the workload once.
+
+    The argument is `same` for the seeds and log-probs of Rheostat, or `plain` for generation without seeds and log-
+    probs.
+    """
 
 
 RAY_NICENESS = 15
-"""Niceness that Ray adds to its workers, whose child is Rheostat's server.
-Both must yield equally to other processes.
+"""Niceness of vLLM's process.
+
+It equals the niceness that Ray gives to workers and therefore to Rheostat's server, so that both have the same
+priority.
 """
 
 
 @contextmanager
 def start_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[RawProcess]:
-    """Run the block with the `LLM` process."""
+    """Start a process with vLLM's `LLM`, and stop it after the block. Yields the process.
+
+    `python` is the interpreter of vLLM's environment, and the workload is written to `path`.
+    """
     path.write_text(json.dumps(asdict(workload), default=str))
     command = ["nice", "-n", str(RAY_NICENESS), str(python), "-m", "bench.vllm_raw", str(path)]
     environment = {

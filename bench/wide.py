@@ -24,7 +24,10 @@ WIDE = (
 
 
 def measure() -> list[Table]:
-    """Run a few iterations of short completions."""
+    """Measure the CPU seconds per iteration of the driver and of Prefect's server, for iterations with 128 shards.
+
+    Returns a table of the medians over iterations. Completions are only 4 tokens long.
+    """
     sealed: list[tuple[float, float]] = []
 
     def look(driver: int, run: Path) -> None:
@@ -48,5 +51,5 @@ def measure() -> list[Table]:
 
 
 def list_servers(driver: int) -> list[psutil.Process]:
-    """Return Prefect's servers that a driver has started."""
+    """Return the Prefect server processes that a driver has started. `driver` is the driver's process ID."""
     return [child for child in psutil.Process(driver).children() if "flows.cli.server" in " ".join(child.cmdline())]
