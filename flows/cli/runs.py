@@ -296,8 +296,10 @@ def verify(
     from tasks.verification.invariants import deletions, ignored_files, missing_states, verify_run
     from tasks.views.runs import open_known_run
 
-    if episodes is not None and (episodes < 1 or not environment):
-        raise BadInput(f"--episodes is {episodes}, but must be at least 1, and needs --environment.")
+    if episodes is not None and not environment:
+        raise BadInput(f"--episodes {episodes} needs --environment. Add --environment, or remove --episodes.")
+    if episodes is not None and episodes < 1:
+        raise BadInput(f"--episodes is {episodes}, but must be at least 1.")
     if not environment and run not in list_runs(store):
         if run in registries(store):
             registry = open_registry(store, run)

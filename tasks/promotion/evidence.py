@@ -30,7 +30,7 @@ class SuiteAnswers:
     policy: str
     """Digest of the policy."""
     scores: dict[str, dict[str, list[float]]]
-    """Scores of the completions of each problem, as scores[reward term][prompt_id]. NaN marks a missing score."""
+    """Scores of the completions of each problem, as `scores[reward term][prompt_id]`. NaN marks a missing score."""
     accuracy: Accuracy
     """Accuracy that the evaluation reported, with pass@k if scores are 0 or 1."""
     tokens: float
@@ -74,7 +74,7 @@ def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
 
 
 def problem_scores(batch: Batch, terms: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Return the scores of the completions of each problem, as scores[reward term][prompt_id]. NaN marks a missing
+    """Return the scores of the completions of each problem, as `scores[reward term][prompt_id]`. NaN marks a missing
     score."""
     names = _read_columns(batch.run, batch.rollout_manifests, ["prompt_id"])["prompt_id"].to_pylist()
     values = _read_columns(batch.run, batch.stage_manifests("scoring"), [f"reward_{term}" for term in terms])

@@ -56,7 +56,7 @@ def test_retention_keeps_the_policy_that_was_reverted_to(reverted):
 def test_too_many_reverts_end_the_run_until_more_are_allowed(reverted, tmp_path, together, prefect_api):
     settings = read_families()["reverts"].settings(together)
     job = InProcessJob(tmp_path, prefect_api)
-    with pytest.raises(AlarmStopped, match="alarm 'always' reverted the run 2 times"):
+    with pytest.raises(AlarmStopped, match="alarm 'always' reverted the run to an earlier policy 2 times"):
         job.train(*(each.replace("max_reverts = 9", "max_reverts = 1") for each in settings))
     assert not [key for key in manifests_of(job.run) if key.startswith("it-0005")]
     job.train(*settings)
@@ -76,7 +76,7 @@ def test_an_alarm_stops_the_run_and_a_higher_bound_lets_it_continue(reference, t
     with job.prefect():
         given = ["train", str(tmp_path / "tiny.toml"), "pools.cluster=threads", stop, "--store", str(job.store)]
         assert main(given) == 4
-    assert "above 0. To continue, change its bound" in capsys.readouterr().err
+    assert "above 0. To continue, change the bound of the alarm" in capsys.readouterr().err
     assert job.works() == before, "an alarm that stands has no worker do anything"
     assert "alarm 'credit/completions': credit/completions is 24, above 0; the run stops" in job.command("show").output
     job.train(stop.replace("bound = 0", "bound = 24"))

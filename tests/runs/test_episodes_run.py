@@ -90,7 +90,7 @@ HOSTILE = (
     "iterations=1",
 )
 REASONS = (  # by what is left of the seed
-    "did not respond within 2 s",
+    "the environment did not respond within 2 s (rollout.environment.step_seconds)",
     "its process was killed by SIGSEGV",
     "OSError: the backend is down",
     "NoStep: the environment must return a text, None, or an object with messages, done or reward, but it returned int",
@@ -138,7 +138,7 @@ def test_verify_reports_that_a_run_without_environment_has_no_episodes(reference
     refused = reference.command("verify", "--episodes", "3")
     assert (refused.code, refused.output) == (
         2,
-        "rheostat: --episodes 3 must be at least 1, and needs --environment.\n",
+        "rheostat: --episodes 3 needs --environment. Add --environment, or remove --episodes.\n",
     )
 
 

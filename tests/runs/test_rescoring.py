@@ -159,7 +159,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["rescore", "--rewards", "configs/gsm8k.tml"], "neither an existing TOML file"
     yield ["rescore", "--rewards", 'rewards=[{kind="target",target="tests.support.rewards:evn"}]'], "'even'"
     yield ["rescore", "--rewards", "seed=3"], "must contain a table [scoring], but it contains only: seed"
-    yield [*regex, "--as", "No"], "--as 'No' is not a valid name. Use at most 64 of a-z"
+    yield [*regex, "--as", "No"], "--as 'No' is not a valid name. Use at most 64 characters (a-z"
     yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' already exists with other settings"
     yield [*regex, "--iterations", "2-9"], "the completed iterations of run 'tiny' are 1 to 3"
     yield [*regex, "--iterations", "3-2"], "must be numbers and ranges such as 3, 3-7 or 1,3-5, found '3-2'"
@@ -169,7 +169,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield [*regex, "pools.wrkers=3"], "did you mean 'workers'?"
     yield (
         ["rescore", "--rewards", JUDGED.replace('"judge",', '"judge",slots=2,'), "pools.workers=1"],
-        "at least 2 slots",
+        "at least 2 worker slots",
     )
     yield ["recredit", "--algorithm", "rlo"], "got 'rlo'; did you mean 'rloo'?"
     yield ["recredit", "--algorithm", 'kind="grpo"\ngama=1'], "unknown key 'algorithm.gama'"
@@ -182,7 +182,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "re-scoring 'judged' has no scores of iteration 2"
     yield (
         ["recredit", "--algorithm", "rloo", "--as", "own"],
-        'started with other settings: algorithm.kind was "grpo", is',
+        'already exists with other settings: algorithm.kind was "grpo", is',
     )
 
 

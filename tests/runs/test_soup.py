@@ -211,7 +211,7 @@ def test_soup_front_compares_several_soups(soup, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--preference", "0.5,0.6"], "sum to 1, but they sum to 1.1"),
+        (["--preference", "0.5,0.6"], "sum to 1, but their sum is 1.1"),
         (["--preference", "1"], "one number for each of the 2 reward terms, but it has 1"),
         (
             ["--preference", "1,0", "--method", "oracle"],

@@ -216,7 +216,7 @@ def test_a_policy_with_other_image_settings_is_not_loaded_into_a_running_server(
     server = asked_of(load_if_needed(engine, policy))
     answer = server.try_load(publish_changed(tmp_path, policy, brighter))
     assert answer.status_code == 400
-    assert "image_mean of preprocessor_config.json differ" in answer.json()["error"]
+    assert "was started in image_mean of preprocessor_config.json" in answer.json()["error"]
 
 
 def test_a_server_killed_during_work_with_images_changes_no_completion(engine, policy, media):

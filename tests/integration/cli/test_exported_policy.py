@@ -116,7 +116,7 @@ def test_a_policy_of_a_store_that_cannot_be_written_is_exported_with_a_warning(r
     monkeypatch.setattr(policy_export, "write_in_process", export)
     (tmp_path / "store/going-on/readers").write_text("in the way, as a read-only file system is")
     export_policy(run, tmp_path / "out", iteration=None, dtype=None)
-    assert "retention may delete policies/" in caplog.text
+    assert "The files policies/" in caplog.text and "retention may delete them" in caplog.text
 
 
 def test_a_damaged_policy_is_reported_as_damaged(run, tmp_path):

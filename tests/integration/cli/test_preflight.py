@@ -151,7 +151,7 @@ def test_prompts_that_are_dropped_as_too_long_are_not_counted():
     small = ("policy.vocab_size=300", "policy.context=128")
     facts = check_job(data.format("drop"), *small, "rollout.prompts=9")
     assert (facts["train_problems"], facts["heldout_problems"], facts["too_long"]) == (9, 9, 6)
-    with pytest.raises(BadInput, match=r"rollout.prompts 10 .* 9 training problems"):
+    with pytest.raises(BadInput, match=r"rollout.prompts is 10, .* 9 training problems"):
         check_job(data.format("drop"), *small, "rollout.prompts=10")
     with pytest.raises(BadInput, match=r"t.jsonl:1: .*t.jsonl:5: .*t.jsonl:9: "):
         check_job(data.format("refuse"), *small, "rollout.prompts=9")

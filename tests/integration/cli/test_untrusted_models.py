@@ -65,7 +65,7 @@ def test_a_snapshot_may_not_link_beyond_its_own_cache(target):
     directory = write_snapshot()
     (directory / "chat_template.jinja").unlink()
     (directory / "chat_template.jinja").symlink_to(target)
-    with pytest.raises(BadInput, match=r"chat_template.jinja: .*symbolic link"):
+    with pytest.raises(BadInput, match=r"chat_template.jinja.* symbolic link"):
         check_untrusted_files(directory)
 
 

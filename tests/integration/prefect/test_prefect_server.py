@@ -77,7 +77,7 @@ def test_every_deployment_of_the_file_is_on_the_server(server):
 def test_the_form_describes_each_field_and_its_valid_values(server):
     schema = server.deployment("train/train")["parameter_openapi_schema"]
     rollout = schema["definitions"]["RolloutConfig"]["properties"]
-    assert rollout["group_size"]["description"].startswith("Completions per prompt. ")
+    assert rollout["group_size"]["description"].startswith("Number of completions per prompt. ")
     assert (rollout["group_size"]["minimum"], rollout["group_size"]["maximum"]) == (1, 1024)
     undescribed = [
         f"{model}.{name}"

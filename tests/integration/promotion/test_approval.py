@@ -111,7 +111,7 @@ def test_a_refused_proposal_stays_refused(asking, capsys):
     assert (ended.state.name, kinds(asking)) == ("Completed", ["proposal", "refuse"])
     assert asking.registry.champion() is None
     assert main(["promote", "assistant", RUN, "--reason", "still", "--store", str(asking.job.store)]) == 2
-    assert f"the proposal of '{RUN}' was refused (record 2)" in capsys.readouterr().err
+    assert f"the proposal of run '{RUN}' was refused (record 2)" in capsys.readouterr().err
 
 
 def test_an_answer_after_a_promotion_at_a_terminal_changes_nothing(asking, caplog, events_seen):

@@ -136,7 +136,7 @@ def test_fewer_than_thirty_problems_are_refused():
     scores = pair_binary_scores(0, 5, 30)
     assert compare(scores, alpha=0.01, seed=0).prompts == 30
     scores.champion_PS[0] = NAN
-    with pytest.raises(Quarantined, match=r"30 problems 29 have scores.* at least 30: 1 of 30"):
+    with pytest.raises(Quarantined, match=r"only 29 of 30 problems.* at least 30, because 1 of 30"):
         compare(scores, alpha=0.01, seed=0)
 
 

@@ -133,15 +133,15 @@ def test_bounds_decide_between_verdicts(gains, others, verdict):
 @pytest.mark.parametrize(
     ("gain", "others", "parts"),
     [
-        (difference(missing=8), {}, ["a: 3.1% of scores are missing", "2.0%"]),
-        (difference(unmatched=12), {}, ["a: 12 problems"]),
+        (difference(missing=8), {}, ["a: 3.1% of the scores are missing", "2.0%"]),
+        (difference(unmatched=12), {}, ["a: only one of the two policies answered 12 problems"]),
         (
             difference(),
             {"contaminated": {"a": CONTAMINATION}},
             ["a: 3 of 250 problems (2 ", ", 1 ", "p3, p7, p9", "1.2%", "0.0%"],
         ),
         (difference(), {"floors": (floor(0.97, missing_share=0.5),)}, ["safety/format: 50.0%", "2.0%"]),
-        (difference(), {"guards": (UNBOUNDED_GUARD,)}, ["safety: a guard", "range"]),
+        (difference(), {"guards": (UNBOUNDED_GUARD,)}, ["safety: ", "a guard", "known range"]),
     ],
 )
 def test_measurements_that_are_incomplete_or_contaminated_give_no_verdict_even_if_a_guard_fails(gain, others, parts):
