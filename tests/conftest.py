@@ -64,7 +64,7 @@ def prefect_api(together, pytestconfig):
             home.mkdir(exist_ok=True)
             keeps_tasks = "not slow" not in pytestconfig.getoption("markexpr")  # slow tests ask for task runs
             told.write_text(server.enter_context(prefect_server(home, keeps_tasks=keeps_tasks)))
-            server.callback(told.unlink)
+            server.callback(told.unlink, missing_ok=True)  # other sessions of pytest delete old directories
             server.callback(fcntl.flock, using, fcntl.LOCK_EX)  # done first: waits for all users
     pytestconfig.add_cleanup(using.close)
     pytestconfig.add_cleanup(server.close)  # not a fixture's end, which would count as the last test's time

@@ -261,7 +261,7 @@ async def test_a_worker_that_cannot_be_built_frees_its_slot(cluster, tmp_path):
         await shared.arrange(0, 1)
     assert shared.awake == (1, 0)
     unbuildable.unlink()
-    with pytest.raises(WorkerFailed, match="must return str, but it returned NoneType"):
+    with pytest.raises(WorkerFailed, match="type str, but it returned NoneType"):
         await shared.arrange(0, 1)
     assert shared.awake == (1, 0)
     await shared.fleet.close()

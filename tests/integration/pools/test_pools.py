@@ -142,7 +142,7 @@ async def test_workers_get_their_threads_and_the_drivers_directory(cluster):
             r"^role\d+\.raise_value_error raised ValueError: cannot digest 7\n",
         ),
         ("raise_damaged", object, Damaged, r"^shard 7 is torn\n"),
-        ("echo", str, WorkerFailed, "must return str, but it returned int"),
+        ("echo", str, WorkerFailed, "type str, but it returned int"),
     ],
 )
 async def test_an_error_in_a_worker_is_raised_once_with_its_traceback(pair, method, returns, error, message):

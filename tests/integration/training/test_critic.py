@@ -129,7 +129,7 @@ def write_otherwise(kind: str, policy: Path, directory: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("tokenizer", r"critic .*classifier .* policy's tokenizer, which has 354 tokens"),
+        ("tokenizer", r"critic .*classifier: .*tokenizer .* the policy 354\)"),
         ("language model", "sequence classifier"),
         ("bidirectional", "for the same text at the start of a longer one.* causal decoder"),
         ("encoder", "no linear layer `score`"),

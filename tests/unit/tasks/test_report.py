@@ -189,7 +189,7 @@ def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
     html = comparison_page(store, compared)
     assert data_of(html)["columns"]["other: reward"][:4] == [None, 1 / 21, 2 / 22, 3 / 23]
     assert {group["batch"] for group in data_of(html)["groups"]} == {"long eval-0004", "other eval-0003"}
-    with pytest.raises(BadInput, match="needs 2 to 6 runs, found 1: long"):
+    with pytest.raises(BadInput, match="2 to 6 runs, found 1: long"):
         compare_runs(store, ["long"])
 
 
