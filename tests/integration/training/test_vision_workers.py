@@ -185,7 +185,7 @@ def test_patches_count_towards_the_size_of_a_micro_batch_if_the_tower_is_trained
 
 def test_freezing_the_tower_of_a_policy_without_a_tower_is_refused(uri):
     policy = publish_scratch(f"{uri}/run", Path(uri, "scratch"))
-    with pytest.raises(BadInput, match=r"update\.freeze 'vision': LlamaForCausalLM"):
+    with pytest.raises(BadInput, match=r"update\.freeze contains 'vision', but LlamaForCausalLM"):
         update_once(uri, policy, change(CONFIG, freeze=("vision",)))
 
 

@@ -167,5 +167,5 @@ def test_prompts_of_later_turns_keep_the_fields_tools_and_variables_of_the_row()
 def test_problems_with_images_are_refused():
     settings = ToolsEnvironment(tools=("tests.support.games:price",), history="per_turn")
     with_image = Problem(source="train.jsonl:7", prompt=PROBLEM.prompt, answer="5", images=(b"png",))
-    with pytest.raises(BadInput, match=r"^train\.jsonl:7: .*images \(1\), .*'per_turn'"):
+    with pytest.raises(BadInput, match=r"^train\.jsonl:7: .* 1 image.*'per_turn'"):
         tools_of(settings, [with_image])

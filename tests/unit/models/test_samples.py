@@ -50,5 +50,5 @@ def test_tokens_that_are_too_stale_do_not_count_for_a_step(store, tmp_path):
 def test_a_row_with_too_few_numbers_is_damaged(store, tmp_path, column):
     shard = write_samples(str(tmp_path), prompts=1, critic=True)
     for broken in (None, []):
-        with pytest.raises(Damaged, match=f"sample 2 .*{column}.*has 0"):
+        with pytest.raises(Damaged, match=f"row 2 .*{column}.*has 0"):
             open_samples(store, [change_row(store, shard, 2, **{column: broken})])
