@@ -71,7 +71,7 @@ def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wa
         ("raise", "OSError: the backend is down"),
         ("exit", "exit code 7"),
         ("hang", "did not respond within 0.5 s"),
-        ("lie", "found 5"),
+        ("lie", "returned 5"),
     ],
 )
 def test_a_failing_environment_loses_only_the_episodes_that_it_runs(episodes, how, reason):

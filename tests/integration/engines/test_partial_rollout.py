@@ -204,7 +204,7 @@ def test_an_iteration_may_begin_new_groups_next_to_those_that_continue(iteration
     for shard in outcome.shards:
         names = [*iterations.rows(shard)]
         assert names == sorted(names)
-    with pytest.raises(BadInput, match=r"different prompt rows .*\[.*\]"):
+    with pytest.raises(BadInput, match=r"no row twice .*continued rows \[.*\], but it lists \(\d+,\)"):
         generating.generate(replace(work, rows=(min(begun),)))
 
 

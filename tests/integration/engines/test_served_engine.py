@@ -77,7 +77,7 @@ def test_likelihoods_have_the_order_of_the_prompts(serve):
 
 def test_likelihoods_that_are_not_finite_are_refused_with_the_policys_digest(serve, policy):
     engine, _ = serve(token_logprob=float("nan"))
-    with pytest.raises(Quarantined, match=f"policy {policy.version.digest}.*not finite"):
+    with pytest.raises(Quarantined, match=f"policy {policy.version.digest}.*NaN or infinite"):
         engine.score_continuations([ModelInput.from_prompt([5])], [[1]])
 
 
@@ -352,7 +352,7 @@ def test_a_server_with_other_settings_than_the_engine_is_refused(serve, changes,
 
 def test_a_prompt_must_fit_the_context_of_the_server(serve):
     engine, _ = serve(about=ABOUT | {"max_model_len": 20})
-    with pytest.raises(BadInput, match=r"prompt row 0: 9 prompt tokens .* the server is 20"):
+    with pytest.raises(BadInput, match=r"prompt row 0: 9 prompt tokens .* 21 tokens.* the server is only 20"):
         engine.generate(WORK, SAMPLING)
 
 

@@ -33,7 +33,7 @@ ESCAPES = {
     "kill_parent": "its process was killed by SIGKILL",
     "kill_all": "its process was killed by SIGKILL",
     "lie": "expected a float, found tests.support.hostile_rewards.Liar",
-    "forge": "its process (ended with exit code 0|wrote what is no answer)",
+    "forge": "its process (ended with exit code 0|wrote something other than a valid response)",
     "killing_program": "its process was killed by SIGKILL",
     "poison": "its process wrote something other than a valid response",
     "sentinel": 0.0,

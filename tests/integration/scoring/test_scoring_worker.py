@@ -101,7 +101,7 @@ def test_the_same_rollouts_give_the_same_digest_in_another_worker(store, make_wo
 def test_scores_with_too_many_missing_rewards_are_not_written(store, worker, tmp_path):
     rollouts = write_rollouts(store, *group(0, "1", "none", "none"))
     before = files_of(tmp_path)
-    with pytest.raises(Quarantined, match=r"iteration 3: 2 of 3 completions .* 1 more .*2 times.*obedient"):
+    with pytest.raises(Quarantined, match=r"iteration 3: 2 of the 3 completions .* 1 more .*2 times.*obedient"):
         worker.score(ScoringWork(iteration=3, rollouts=rollouts, max_missing=1))
     assert files_of(tmp_path) == before
     assert worker.score(ScoringWork(iteration=3, rollouts=rollouts, max_missing=2)).metrics["missing"] == 2
@@ -228,7 +228,7 @@ def test_a_prompt_in_two_shards_is_refused(store, worker):
 def test_scores_of_other_rollouts_are_refused(store, worker):
     rollouts, others = (write_rollouts(store, rollout(0, 0, "1"), rollout(0, sample, "2")) for sample in (1, 2))
     [shard] = score(worker, others).shards
-    with pytest.raises(Damaged, match="sample differ"):
+    with pytest.raises(Damaged, match="'sample' differ"):
         worker.credit(CreditWork(iteration=0, shards=(replace(shard, rollouts=rollouts),)))
 
 
