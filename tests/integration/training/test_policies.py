@@ -157,7 +157,7 @@ def test_all_weight_files_of_a_directory_are_imported(model_directory, tmp_path)
     for name, weight in load_policy(model_directory).state_dict().items():
         assert torch.equal(weights[name], weight)
     next(split.glob("model-00002*")).unlink()
-    with pytest.raises(BadInput, match=r"no model-00002-of"):
+    with pytest.raises(BadInput, match=r"file model-00002-of\S+ does not exist"):
         check_directory(split)
 
 
@@ -178,7 +178,7 @@ def test_a_missing_weight_is_refused_instead_of_initialized(spoilt):
     del weights["model.layers.0.mlp.down_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
     for load in (check_directory, load_policy):
-        with pytest.raises(BadInput, match=r"lacks model.layers.0.mlp.down_proj.weight of size 16 x 16"):
+        with pytest.raises(BadInput, match=r"not contain the weight model.layers.0.mlp.down_proj.weight of size 16 x 16"):
             load(spoilt)
 
 
