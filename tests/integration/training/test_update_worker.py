@@ -137,7 +137,7 @@ def test_updates_without_a_state_are_repeated_with_the_same_bits(uri, policy):
 def test_repeating_an_update_from_other_samples_is_damage_that_names_the_iteration(uri, policy):
     works, _ = chain(uri, policy, 3, kept=(1,))
     other = replace(works[1], samples=update_work(uri, policy, seed=9).samples)
-    with pytest.raises(Damaged, match=r"iteration 1: its update was repeated .* weights .* instead of weights"):
+    with pytest.raises(Damaged, match=r"iteration 1: .* is weights .* instead of the stored weights"):
         start_worker(uri).update(replace(works[2], past=(other,)))
 
 

@@ -66,7 +66,7 @@ def test_a_manifest_under_another_key_or_with_a_wrong_digest_is_damage_in_spite_
         decode_manifest(MANIFEST.encode(), key="it-0003/rollout/0002")
     record = json.loads(MANIFEST.encode())
     forged = {name: value for name, value in record.items() if name not in ("seal", "schema_version")}
-    with pytest.raises(Damaged, match="expected digest 00"):
+    with pytest.raises(Damaged, match="must have the digest 00"):
         decode_manifest(seal({**forged, "digest": "00"}), key=MANIFEST.key)
 
 
