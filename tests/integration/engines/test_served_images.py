@@ -83,7 +83,7 @@ def test_the_tokens_of_a_completion_that_continues_follow_the_placeholders(serve
 
 def test_work_ends_if_the_server_expands_images_to_other_tokens(served, policy):
     engine, server = served
-    server.refusal = (422, "a prompt with 1 images has 16 tokens, but vLLM encodes it as 27 tokens")
+    server.refusal = (422, "a prompt with 1 images has 16 tokens, but vLLM encodes the same prompt as 27 tokens")
     for query in (
         lambda: engine.generate(requests_of(policy, [1]), SAMPLING),
         lambda: engine.score_continuations(prompts_of(policy.directory, [1]), [[7]]),
