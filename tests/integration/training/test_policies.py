@@ -178,7 +178,9 @@ def test_a_missing_weight_is_refused_instead_of_initialized(spoilt):
     del weights["model.layers.0.mlp.down_proj.weight"]
     save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
     for load in (check_directory, load_policy):
-        with pytest.raises(BadInput, match=r"not contain the weight model.layers.0.mlp.down_proj.weight of size 16 x 16"):
+        with pytest.raises(
+            BadInput, match=r"not contain the weight model.layers.0.mlp.down_proj.weight of size 16 x 16"
+        ):
             load(spoilt)
 
 
