@@ -330,15 +330,9 @@ def verify(
 
 
 def _report_records(
-    kind: Literal["registry", "soup"],
-    name: str,
-    problems: list[str],
-    numbered: "NumberedRecords",
-    *,
-    as_json: bool,
+    kind: Literal["registry", "soup"], name: str, problems: list[str], numbered: "NumberedRecords", *, as_json: bool
 ) -> int:
-    """Print the result of verifying the records of a registry or soup, and whether a loss of the newest record would be
-    noticed. Return the exit code."""
+    """Print whether the records of a registry or soup are valid, and return the exit code."""
     unprotected = 0 if problems else numbered.unprotected()
     if as_json:
         document = {kind: name, "ok": not problems, "problems": problems, "unprotected": unprotected}
