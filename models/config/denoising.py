@@ -40,7 +40,7 @@ class SdeSampler(Sampler):
 
 
 class DanceSampler(Sampler):
-    """DanceGRPO's stochastic differential equation (arXiv 2505.07818, eq. 8). It is Flow-GRPO's equation with the same
+    """DanceGRPO's stochastic differential equation (arXiv 2505.07818, eq. 8). The equation is Flow-GRPO's with the same
     noise scale in every step."""
 
     implementation = "models.denoising.samplers:dance"

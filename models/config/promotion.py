@@ -129,8 +129,8 @@ class SuiteCheck(Settings):
 
 
 class LimitsConfig(Settings):
-    """Absolute limits for a challenger (the retrained policy). They apply whatever its gain is. A limit that is not set
-    is not checked."""
+    """Absolute limits for a challenger (the retrained policy). The limits apply regardless of the gain. A limit that is
+    not set is not checked."""
 
     length: Annotated[float, Field(gt=0)] | None = None
     """Maximum mean length, in tokens, of the challenger's completions of the held-out problems."""

@@ -37,8 +37,8 @@ class Teacher(Variant):
 
 
 class TeacherDirectory(Teacher):
-    """Teacher loaded from a causal language model directory. It must have the policy's tokenizer. The run stores a copy
-    of the directory."""
+    """Teacher loaded from a causal language model directory. The teacher must have the policy's tokenizer. The run
+    stores a copy of the directory."""
 
     inspection = "models.inspection.other_models:check_teacher_directory"
 

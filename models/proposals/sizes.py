@@ -28,6 +28,7 @@ FULL_SHARE: Final = 0.8
 LORA_FACTOR: Final = 10
 """Ratio of the learning rate for adapters to that for all weights (Schulman et al. 2025, LoRA Without Regret)."""
 MIN_MICROBATCH: Final = 1024
+"""Minimum number of tokens in a proposed micro-batch."""
 
 _RATES: Final = ((10_000_000, 5e-4), (100_000_000, 5e-5), (1_000_000_000, 2e-6))
 """Learning rates for training all weights, as pairs: number of parameters below which the rate is used, and the
