@@ -40,7 +40,7 @@ class InputEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Request to a vLLM server for one completion: input (with existing tokens), seed (0 to 2**63 - 1) and maximum tokens."""
+    """Request to a vLLM server for one completion: input (with existing tokens), seed below 2**63 and token limit."""
 
     id: int
     input: ModelInput
