@@ -1,4 +1,5 @@
 """GPUs of a run, and the check that an update rank fits next to an awake inference server on the same GPU.
+
 The rank keeps its weights, gradients and optimizer state on the GPU while workers generate. A server that reserves a
 share of the GPU's memory must leave enough for them.
 """
