@@ -39,11 +39,13 @@ async def reserve_group(
 ) -> "PlacementGroup":
     """Request a placement group with these bundles, without waiting for it. `number` is its position among the groups
     with the same purpose."""
-    import ray
     from ray.util.placement_group import placement_group
 
-    name = f"{_prefix(ray.get_runtime_context().namespace, purpose)}{number:06d}-{secrets.token_hex(4)}"
-    return await run_apart(lambda: placement_group([*map(dict, bundles)], strategy=strategy, name=name))
+    def request() -> "PlacementGroup":
+        name = f"{_prefix(purpose)}{number:06d}-{secrets.token_hex(4)}"
+        return placement_group([*map(dict, bundles)], strategy=strategy, name=name)
+
+    return await run_apart(request)
 
 
 async def wait_for_groups(groups: Iterable["PlacementGroup"], seconds: float) -> bool:
@@ -55,12 +57,10 @@ async def wait_for_groups(groups: Iterable["PlacementGroup"], seconds: float) ->
 async def find_bundles(purpose: Purpose) -> list[Bundle]:
     """Return the bundles of all reserved placement groups that this run has for a purpose, in the order of their
     numbers. The groups of other processes of the run are included."""
-    import ray
     from ray.util.placement_group import get_placement_group, placement_group_table
 
-    prefix = _prefix(ray.get_runtime_context().namespace, purpose)
-
     def find() -> list[Bundle]:
+        prefix = _prefix(purpose)
         tables = [table for table in placement_group_table().values() if table["name"].startswith(prefix)]
         found: list[Bundle] = []
         for table in sorted(tables, key=lambda table: str(table["name"])):
@@ -124,5 +124,7 @@ def _devices() -> tuple[str, ...]:
     return tuple(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
 
-def _prefix(namespace: str, purpose: Purpose) -> str:
-    return f"{namespace}/{purpose}/"
+def _prefix(purpose: Purpose) -> str:
+    import ray
+
+    return f"{ray.get_runtime_context().namespace}/{purpose}/"

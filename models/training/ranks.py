@@ -119,7 +119,8 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_
 def _build_sequence_parallel_group(sequence_parallel: int) -> SequenceParallelGroup | None:
     if sequence_parallel == 1:
         return None
-    group, _ = dist.new_subgroups(group_size=sequence_parallel)  # type: ignore[no-untyped-call]
+    timeout = COLLECTIVE_TIMEOUT if torch.cuda.is_available() else None
+    group, _ = dist.new_subgroups(group_size=sequence_parallel, timeout=timeout)  # type: ignore[no-untyped-call]
     return SequenceParallelGroup(group=group, size=sequence_parallel, rank=dist.get_rank(group))
 
 
