@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infra.errors import ClusterFailed
+from infra.errors import ClusterFailed, NodeLost
 from infra.pools.fleet import Fleet
 from infra.pools.gpu_layout import GpuLayout, assign_ranks
 from infra.pools.launcher import Launcher
@@ -43,7 +43,7 @@ class GpuRankPlaces:
 
     async def launchers(self) -> Sequence[Launcher]:
         """Choose a GPU for each rank, and return a launcher for each rank. Worker slots with GPUs are reserved first.
-        Raises ClusterFailed if the cluster has too few GPUs for the ranks."""
+        Raises ClusterFailed if the cluster has too few GPUs for the ranks, and NodeLost if a machine leaves meanwhile."""
         if self._layout.per_slot and self._fleet is not None:
             await self._fleet.reserve()
         slots = await find_bundles("slots")
@@ -55,7 +55,8 @@ class GpuRankPlaces:
             logger.info("%d update ranks get GPUs that no worker slot has", missing)
         separate = await self._reserve_separate(missing, slot_gpus=sum(bundle.gpus for bundle in slots))
         others = await self._assign(separate, missing)
-        assert len(others) == missing, "each rank has a separate GPU"
+        if len(others) < missing:
+            raise NodeLost("a machine with GPUs of update ranks has left the cluster while the ranks started")
         return [*shared, *others]
 
     def release(self) -> None:

@@ -15,11 +15,13 @@ from infra.errors import ClusterFailed
 from infra.pools.cluster import RayCluster
 from infra.pools.gpu_layout import GpuLayout
 from infra.pools.launcher import SlotCount
+from infra.pools.machines import Machines
+from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.drivers import read_output
 from tests.support.machines import machines, print_value, read_value
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 RANK = "tests.support.placed_ranks:PlacedRank"
 WAIT_SECONDS = 60
@@ -89,6 +91,11 @@ async def drive() -> None:
                 await place(cluster, "too large", TOO_LARGE, wait_seconds=3)
             except ClusterFailed as error:
                 places["too large"] = {"error": str(error)}
+            slots = ReservedSlots(SlotCount(5), widest=1, gpus=GpuLayout(1), machines=Machines(is_single=True))
+            try:
+                await slots.reserve(WAIT_SECONDS)
+            except ClusterFailed as error:
+                places["one machine"] = {"error": str(error)}
             print_value(json.dumps(places))
 
 
@@ -130,3 +137,8 @@ def test_ranks_of_a_sequence_parallel_pair_are_on_one_machine(places, name):
 def test_ranks_for_which_a_cluster_has_too_few_gpus_end_with_a_message(places):
     error = places["too large"]["error"]
     assert "1 of 1 update ranks need separate GPUs" in error and "has 4 in all" in error and "3 s" in error
+
+
+def test_slots_for_which_the_only_machine_has_too_few_gpus_end_at_once_with_a_message(places):
+    error = places["one machine"]["error"]
+    assert "5 worker slots with 1 GPUs each need 5 GPUs, but this machine has 4" in error and "pools.workers" in error
