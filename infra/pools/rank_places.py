@@ -43,7 +43,8 @@ class GpuRankPlaces:
 
     async def launchers(self) -> Sequence[Launcher]:
         """Choose a GPU for each rank, and return a launcher for each rank. Worker slots with GPUs are reserved first.
-        Raises ClusterFailed if the cluster has too few GPUs for the ranks, and NodeLost if a machine leaves meanwhile."""
+        Raises ClusterFailed if the cluster has too few GPUs for the ranks, and NodeLost if a machine leaves the cluster
+        meanwhile."""
         if self._layout.per_slot and self._fleet is not None:
             await self._fleet.reserve()
         slots = await find_bundles("slots")
