@@ -376,13 +376,18 @@ def open_run(store_uri: str, name: str) -> Run:
 def list_runs(store_uri: str) -> list[str]:
     """Return the names of all runs in a store."""
     store = open_store(store_uri)
-    names = [name for name in store.children("") if _NAME.fullmatch(name)]
+    names = [name for name in store.children("") if is_run_name(name)]
     return [name for name in names if store.exists(f"{name}/{RECORD}")]
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether a text may be the name of a run."""
+    return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def run_store(store_uri: str, name: str) -> Store:
     """Open the directory of a run as a separate store. Raises BadInput if the name is not valid."""
-    if not _NAME.fullmatch(name) or ".." in name:
+    if not is_run_name(name):
         allowed = "Use up to 64 characters (a-z 0-9 . _ -) without '..', starting with a letter or digit."
         raise BadInput(f"the run name {name!r} is not valid. {allowed}")
     return open_store(f"{store_uri.rstrip('/')}/{name}")

@@ -221,18 +221,6 @@ def test_a_damaged_record_of_a_rescoring_is_named(copied):
     assert "rescore/x/terms" in ended.output
 
 
-@pytest.mark.parametrize(
-    ("command", "options"), [("rescore", ("--rewards", LENGTHS)), ("recredit", ("--algorithm", "rloo"))]
-)
-def test_a_deleted_newest_record_of_a_rescoring_is_reported_and_nothing_else_is_deleted(copied, command, options):
-    give(copied, command, *options, "--as", "x", "--iterations", "1-2", "pools.cluster=threads")
-    newest = f"{command}/x/it-0002/seal"
-    assert verify_run(str(copied.store), "tiny") == []
-    (copied.run / f"manifests/{newest}.json").unlink()
-    assert any(newest in problem for problem in verify_run(str(copied.store), "tiny"))
-    assert copied.command("gc", "--delete").code == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
