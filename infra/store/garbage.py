@@ -22,8 +22,8 @@ from infra.store.dependencies import recorded_config
 from infra.store.inputs import JobPath, JobText
 from infra.store.manifests import Manifest
 from infra.store.readers import bundles_in_use
-from infra.store.run_record import RECORD
-from infra.store.runs import MANIFESTS, Run, is_run_name, list_runs, open_run
+from infra.store.run_record import RECORD, is_run_name
+from infra.store.runs import MANIFESTS, Run, list_runs, open_run
 from infra.store.storage import Entry, open_store
 from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +16,19 @@ from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import LockState
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest
-from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
+from infra.store.run_record import (
+    RECORD,
+    RunRecord,
+    has_results,
+    is_run_name,
+    new_record,
+    read_record,
+    replace_record,
+)
 from infra.store.storage import Lease, Objects, Store, open_store
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
 LOCK, PENDING, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 TRANSIENT = (LOCK, PENDING, ORDERS, TRACKERS, "readers/")
@@ -378,11 +384,6 @@ def list_runs(store_uri: str) -> list[str]:
     store = open_store(store_uri)
     names = [name for name in store.children("") if is_run_name(name)]
     return [name for name in names if store.exists(f"{name}/{RECORD}")]
-
-
-def is_run_name(name: str) -> bool:
-    """Return whether a text may be the name of a run."""
-    return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def run_store(store_uri: str, name: str) -> Store:
