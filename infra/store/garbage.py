@@ -22,7 +22,7 @@ from infra.store.dependencies import recorded_config
 from infra.store.inputs import JobPath, JobText
 from infra.store.manifests import Manifest
 from infra.store.readers import bundles_in_use
-from infra.store.run_record import RECORD, is_run_name
+from infra.store.run_record import RECORD
 from infra.store.runs import MANIFESTS, Run, list_runs, open_run
 from infra.store.storage import Entry, open_store
 from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
@@ -182,7 +182,7 @@ def folders_without_record(store_uri: str, *, reserved: Collection[str]) -> dict
     garbage.
     """
     store = open_store(store_uri)
-    names = {name for name in store.children("") if is_run_name(name)} - {*reserved, *list_runs(store_uri)}
+    names = {*store.children("")} - {*reserved, *list_runs(store_uri)}
     entries = {name: store.entries(f"{name}/") for name in sorted(names) if not store.exists(name)}  # not files
     found = {
         name: [entry for entry in files if _FILES_OF_RUNS.fullmatch(entry.key.removeprefix(f"{name}/"))]

@@ -1,6 +1,5 @@
 """Run record (run.json) with the name and the configuration of a run, and the check whether a run has results."""
 
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final
@@ -14,7 +13,6 @@ from infra.store.manifests import versions_here
 from infra.store.storage import Objects
 
 RECORD: Final = "run.json"
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _LEFT_WITHOUT_RESULTS: Final = {
     "": {RECORD, "lock", "lease", "orders", "trackers", "journal", "report"},
     "journal": {"dependencies", "tags"},
@@ -40,11 +38,6 @@ class RunRecord(SealedRecord):
     """UTC time in ISO format at which the run was created, for people. No decision depends on it."""
     versions: dict[str, str]
     """Versions of Python and of the libraries on which results depend."""
-
-
-def is_run_name(name: str) -> bool:
-    """Return whether a text may be the name of a run."""
-    return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +17,12 @@ from infra.store.checksums import SealedRecord, seal, unseal
 from infra.store.disk import LockState
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest
-from infra.store.run_record import (
-    RECORD,
-    RunRecord,
-    has_results,
-    is_run_name,
-    new_record,
-    read_record,
-    replace_record,
-)
+from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
 from infra.store.storage import Lease, Objects, Store, open_store
 
 logger = logging.getLogger(__name__)
 
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
 LOCK, PENDING, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 TRANSIENT = (LOCK, PENDING, ORDERS, TRACKERS, "readers/")
@@ -382,13 +376,13 @@ def open_run(store_uri: str, name: str) -> Run:
 def list_runs(store_uri: str) -> list[str]:
     """Return the names of all runs in a store."""
     store = open_store(store_uri)
-    names = [name for name in store.children("") if is_run_name(name)]
+    names = [name for name in store.children("") if _NAME.fullmatch(name)]
     return [name for name in names if store.exists(f"{name}/{RECORD}")]
 
 
 def run_store(store_uri: str, name: str) -> Store:
     """Open the directory of a run as a separate store. Raises BadInput if the name is not valid."""
-    if not is_run_name(name):
+    if not _NAME.fullmatch(name) or ".." in name:
         allowed = "Use up to 64 characters (a-z 0-9 . _ -) without '..', starting with a letter or digit."
         raise BadInput(f"the run name {name!r} is not valid. {allowed}")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
