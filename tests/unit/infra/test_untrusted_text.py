@@ -251,7 +251,7 @@ SHOWN_BY = {
 
 
 @pytest.mark.parametrize("place", SHOWN_BY)
-def test_control_characters_are_escaped_wherever_a_run_is_shown(place):
+def test_control_characters_are_escaped_in_every_display_of_a_run(place):
     shown = SHOWN_BY[place](HOSTILE.replace("\r", ""))
     assert all(line.isprintable() for line in shown.split("\n"))
     assert r"\u001b[2J" in shown and r"\u202eabc" in shown
