@@ -144,7 +144,7 @@ def check_bundle(folder: Path, digest: str) -> Iterator[str]:
 
 def check_chain(records: dict[str, Record]) -> Iterator[str]:
     """Check that each record of a chain names the previous one by digest, and that all files that it names exist."""
-    chains = defaultdict(dict)
+    chains: dict[str, dict[str, Record]] = defaultdict(dict)
     for key, record in records.items():
         if key.startswith("chain/"):
             chains[key.rpartition("/")[0]][key] = record
