@@ -1,8 +1,13 @@
-"""Memory of update ranks next to awake inference servers, compared with values computed by hand."""
+"""Update ranks and workers that share GPUs: turns, and memory compared with values computed by hand."""
 
 import pytest
 
+from infra.pools.fleet import Fleet
+from infra.pools.threads import ThreadLauncher
+from infra.pools.worker import PoolSpec
 from tasks.config.gpus import find_memory_conflicts, kept_rank_bytes
+from tasks.placement.stage import reserve_shared_gpus
+from tasks.run.open_run import OpenRun
 from tests.support.configurations import accepted
 
 FACTS = {
@@ -57,3 +62,24 @@ def test_a_server_that_shares_no_memory_with_a_rank_is_accepted(overrides):
 
 def test_a_rank_that_fills_the_gpu_must_be_sharded():
     assert "pools.update_ranks, update.zero_stage" in conflicts(memory=351.0)[0]
+
+
+class ThreadSlots:
+    """Cluster whose worker slots are threads, which need no GPUs."""
+
+    address = None
+
+    async def fleet(self, specs, *, slots, gpus):
+        return Fleet([PoolSpec("rollout", "tests.support.workers:Counting")], ThreadLauncher(slots.max_slots), slots)
+
+
+@pytest.mark.parametrize(("apart", "awake"), [(False, 0), (True, 2)])
+async def test_workers_sleep_while_ranks_train_on_their_gpus(run, tmp_path, apart, awake):
+    settings = accepted(*SHARED, f"pools.dedicated_update_resources={str(apart).lower()}")
+    open_run = OpenRun(run, settings, ThreadSlots(), store=str(tmp_path))
+    fleet = await open_run.get_fleet()
+    await fleet.arrange({"rollout": 2})
+    async with reserve_shared_gpus(open_run):
+        assert len(fleet.allocation()["rollout"]) == awake
+    await fleet.close()
+    await open_run.close()
