@@ -229,16 +229,16 @@ def split_bundles(counts: Sequence[int], *, first: int, widest: int) -> list[tup
 
 
 async def start_unless_lost(
-    starting: Awaitable[WorkerProcess], is_lost: Callable[[], Awaitable[bool]], what: str
+    worker: Awaitable[WorkerProcess], is_lost: Callable[[], Awaitable[bool]], what: str
 ) -> WorkerProcess:
     """Wait until a worker has started. Raises NodeLost if the machine of its bundle leaves the cluster meanwhile.
     `what` names the worker in the message."""
-    start = asyncio.ensure_future(starting)
+    starting = asyncio.ensure_future(worker)
     try:
-        while not (await asyncio.wait({start}, timeout=CHECK_SECONDS))[0]:
+        while not (await asyncio.wait({starting}, timeout=CHECK_SECONDS))[0]:
             if await is_lost():
                 raise NodeLost(f"{what} cannot start, because its machine has left the cluster")
-        return start.result()
+        return starting.result()
     finally:
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Which GPUs worker slots reserve, and which GPU each update rank uses."""
+"""GPUs that worker slots reserve, and the GPU that each update rank uses."""
 
 import pytest
 from hypothesis import given
