@@ -13,7 +13,7 @@ from models.config.chat_files import ChatColumns
 from models.config.denoising import DenoisingConfig
 from models.config.file_rules import FileRules
 
-TrainedTurns = Literal["assistant", "last", "all"]
+TrainedTurns = Literal["assistant", "last", "completion", "all"]
 
 
 class WarmupConfig(Settings):
@@ -49,7 +49,13 @@ class ChatTraining(ChatColumns, FileRules):
     the first turn of the assistant selects them. With 0, the loss is not measured on held-out chats."""
     messages_column: str = "messages"
     """Column with the messages of a chat, including the turns of the assistant to train on: `role` and `content`
-    (OpenAI), or `from` and `value` (ShareGPT)."""
+    (OpenAI), or `from` and `value` (ShareGPT). If a file lacks the default column, other columns with chats, or a
+    prompt and a completion, are searched."""
+    prompt_column: Annotated[str, Since("0.2.0", before="prompt")] = "prompt"
+    """Column with the prompt of rows that have a prompt and a completion: plain text, or a list of messages. Prompts are
+    not trained. If this key or `completion_column` is set, `messages_column` is not read."""
+    completion_column: Annotated[str, Since("0.2.0", before="completion")] = "completion"
+    """Column with the completion of rows that have a prompt and a completion: plain text, or a list of messages."""
     images_column: str | None = None
     """Column with the images of a chat, in the order of their placeholders in the messages. If not set, chats have no
     images."""
@@ -57,7 +63,8 @@ class ChatTraining(ChatColumns, FileRules):
     """Directory to which image paths are relative. The default is the directory of the data file."""
     loss: TrainedTurns = "assistant"
     """Tokens on which the loss is computed: "assistant" uses all turns of the assistant, "last" only the last one, and
-    "all" every token except the first one."""
+    "all" every token except the first one. If rows have a prompt and a completion, "assistant" uses only turns in the
+    completion, and "completion" uses every token of the completion."""
     packing: bool = False
     """Whether several chats are packed into one row of a batch instead of padding each to the same length. A chat never
     attends to another one, so losses and gradients are the same as without packing. Architectures that combine tokens
@@ -103,7 +110,12 @@ class PolicyWarmup(WarmupConfig):
         if self.chats is None:
             return f"{self.steps} steps of {self.batch_size} examples"
         length = f"{self.steps:,} steps" if self.chats.epochs is None else f"{self.chats.epochs:,} epochs"
-        turns = {"assistant": "the assistant's turns", "last": "the last turn", "all": "all tokens"}[self.chats.loss]
+        turns = {
+            "assistant": "the assistant's turns",
+            "last": "the last turn",
+            "completion": "the completions",
+            "all": "all tokens",
+        }[self.chats.loss]
         return f"{length} of {self.batch_size} chats per step, loss on {turns}" + ", packed" * self.chats.packing
 
 
