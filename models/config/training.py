@@ -52,8 +52,8 @@ class ChatTraining(ChatColumns, FileRules):
     (OpenAI), or `from` and `value` (ShareGPT). If a file lacks the default column, other columns with chats, or a
     prompt and a completion, are searched."""
     prompt_column: Annotated[str, Since("0.2.0", before="prompt")] = "prompt"
-    """Column with the prompt of rows that have a prompt and a completion: plain text, or a list of messages. Prompts are
-    not trained. If this key or `completion_column` is set, `messages_column` is not read."""
+    """Column with the prompt of rows that have a prompt and a completion: plain text, or a list of messages. Prompts
+    are not trained. If this key or `completion_column` is set, `messages_column` is not read."""
     completion_column: Annotated[str, Since("0.2.0", before="completion")] = "completion"
     """Column with the completion of rows that have a prompt and a completion: plain text, or a list of messages."""
     images_column: str | None = None
@@ -61,6 +61,9 @@ class ChatTraining(ChatColumns, FileRules):
     images."""
     images_root: Location | None = None
     """Directory to which image paths are relative. The default is the directory of the data file."""
+    image_mark: Annotated[str, Since("0.2.0", before="")] = "<image>"
+    """Text in the messages of a chat that stands for an image of `images_column`, as in files of LLaVA. Each mark
+    becomes the next image of the row. Set "" to read marks as text. Has no effect without `images_column`."""
     loss: TrainedTurns = "assistant"
     """Tokens on which the loss is computed: "assistant" uses all turns of the assistant, "last" only the last one, and
     "all" every token except the first one. If rows have a prompt and a completion, "assistant" uses only turns in the
@@ -75,6 +78,11 @@ class ChatTraining(ChatColumns, FileRules):
     on_too_long: Literal["refuse", "drop"] = "refuse"
     """Action for chats that are longer than the policy's context: "refuse" ends the run before it begins, "drop" leaves
     them out and records their number."""
+
+    @property
+    def used_image_mark(self) -> str:
+        """Text that stands for an image in messages. Empty if there is no column with images."""
+        return self.image_mark if self.images_column is not None else ""
 
 
 class PolicyWarmup(WarmupConfig):

@@ -6,10 +6,13 @@ from pathlib import Path
 from random import Random
 
 from infra.errors import BadInput, InputErrors
+from infra.store.inputs import format_path
 from models.config.training import ChatTraining
 from models.data.columns import find_chat_columns
+from models.data.dropping import describe_empty_file
+from models.data.image_files import find_image_root
 from models.data.images import convert_image, read_images
-from models.data.messages import omit_nulls, read_arguments, read_messages, read_text
+from models.data.messages import add_system_column, check_marks, omit_nulls, read_arguments, read_messages, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
     Message,
@@ -19,7 +22,8 @@ from models.data.problems import (
     is_heldout,
     split_key,
 )
-from models.data.rows import find_data_files, read_rows
+from models.data.rows import find_data_files, peek_rows, read_rows
+from models.data.shapes import IMAGE_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +122,21 @@ def order_chats(num_chats: int, num_examples: int, seed: int) -> list[int]:
 
 
 def report_chats(config: ChatTraining) -> list[str]:
-    """Return notes for the plan about the shapes that were recognized in the files of chats."""
-    paths = filter(None, (config.path, config.heldout_path))
-    return list(dict.fromkeys(note for path in paths if (note := find_chat_columns(path, config).note)))
+    """Return notes for the plan about the shapes that were recognized in the files of chats, about columns with system
+    messages, and about columns of images that are not read."""
+    notes = list[str]()
+    for path in filter(None, (config.path, config.heldout_path)):
+        found, (columns, _), name = find_chat_columns(path, config), peek_rows(path), format_path(path)
+        notes += filter(None, [found.note])
+        if found.has_chats and config.system_column in columns:
+            notes.append(f"{name}: the column {config.system_column!r} contains system messages.")
+        unread = [column for column in IMAGE_COLUMNS if column in columns and config.images_column is None]
+        if unread:
+            notes.append(
+                f"{name} has a column {unread[0]!r}, which is not read, so chats have no images. Set "
+                f"warmup.chats.images_column = {unread[0]!r} to show the images to the policy."
+            )
+    return list(dict.fromkeys(notes))
 
 
 def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[TrainingRow]:
@@ -130,18 +146,21 @@ def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[Tr
     names = [config.prompt_column, config.completion_column] if columns.has_completions else [config.messages_column]
     names += [*filter(None, [config.images_column]), *config.required_chat_columns]
     chats, optional = list[TrainingRow](), config.optional_chat_columns
-    root = config.images_root or (path if found.is_folder else path.parent)
+    root = find_image_root(path, config)
     build = _build_completion if columns.has_completions else _build_chat
     for place, row in read_rows(path, names, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
             values = {name: omit_nulls(value) for name, value in row.items()} if found.is_table else row
             chat = build(place, values, config)
             images = _read_images(place, row, config, root=root, background=background)
-            check_places(chat.messages if isinstance(chat, TrainingChat) else chat.prompt, len(images), source=place)
+            prompt = chat.messages if isinstance(chat, TrainingChat) else chat.prompt
+            check_places(prompt, len(images), source=place)
+            if config.used_image_mark:
+                check_marks(values[names[0]], prompt, len(images), config.used_image_mark, source=place)
             chats.append(replace(chat, images=images))
     input_errors.check()
     if not chats:
-        raise BadInput(f"{path}: the file is empty. Expected at least one chat.")
+        raise describe_empty_file(path, "chat")
     return chats
 
 
@@ -174,7 +193,8 @@ def _build_chat(place: str, row: Mapping[str, object], config: ChatTraining) -> 
             f"{place}: warmup.chats.loss = 'completion' needs rows with a prompt and a completion, but the row has a "
             f"whole chat in column {column}. Set loss = 'assistant' or 'last'."
         )
-    messages = read_messages(place, value, column, fields=config.message_fields)
+    messages = read_messages(place, value, column, fields=config.message_fields, image_mark=config.used_image_mark)
+    messages = add_system_column(place, messages, row, config)
     if not any(message.role == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message.role for message in messages)) or "no message"
         raise BadInput(f"{place}: {column}: the chat has no turn of the assistant to train on, found roles: {roles}.")
@@ -191,13 +211,14 @@ def _build_completion(place: str, row: Mapping[str, object], config: ChatTrainin
     if not isinstance(prompt, list) or not isinstance(completion, list):
         kinds = ["a list of messages" if isinstance(each, list) else "plain text" for each in (prompt, completion)]
         raise BadInput(
-            f"{place}: {names[0]} and {names[1]} must both be plain text, or both be lists of messages, found {kinds[0]} "
-            f"and {kinds[1]}. Write both in the same form."
+            f"{place}: {names[0]} and {names[1]} must both be plain text, or both be lists of messages, found "
+            f"{kinds[0]} and {kinds[1]}. Write both in the same form."
         )
     context, trained = (
-        read_messages(place, value, name, fields=config.message_fields)
+        read_messages(place, value, name, fields=config.message_fields, image_mark=config.used_image_mark)
         for value, name in zip((prompt, completion), names, strict=True)
     )
+    context = add_system_column(place, context, row, config)
     chat = TrainingChat(
         place, (*context, *trained), (), read_arguments(place, row, config), num_prompt_messages=len(context)
     )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
@@ -200,10 +200,10 @@ class ChatEncoder:
         for index, prompt in zip(turns, prompts, strict=True):
             if not whole.startswith(prompt):
                 raise BadInput(
-                    f"{chat.source}: messages[{index}]: the policy's chat template writes the messages before this turn "
-                    "differently once later messages follow, for example because it removes earlier thoughts, so the "
-                    "turn cannot be trained inside the whole chat. Set warmup.chats.loss = 'last' to train only the "
-                    "last turn, or use a chat template with {% generation %} blocks."
+                    f"{chat.source}: messages[{index}]: the policy's chat template writes the messages before this "
+                    "turn differently once later messages follow, for example because it removes earlier thoughts, so "
+                    "the turn cannot be trained inside the whole chat. Set warmup.chats.loss = 'last' to train only "
+                    "the last turn, or use a chat template with {% generation %} blocks."
                 )
         limits = [*map(len, prompts[1:]), len(whole)]
         found = [self._ends.search(whole, len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]

@@ -43,6 +43,7 @@ from models.config.file_rules import iterate_data_paths
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from models.config.training import ChatTraining
+from models.data.folders import STATE_FILE
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.hub_inputs import hub_commits
@@ -84,6 +85,9 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
         for name, images in _referenced_files(chats, names).items():
             referenced[name] = sorted({*referenced.get(name, ()), *images})
     paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
+    for folder, paths in folders.items():
+        if [*paths] != sorted(paths):  # the digest of a folder does not depend on the order of its files
+            paths_by_name[names.name(folder / STATE_FILE)] = [folder / STATE_FILE]
     for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
         referenced[name] = sorted({*referenced.get(name, ()), *inner})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}

@@ -384,3 +384,16 @@ def test_prompts_with_several_completions_are_in_the_same_split(tmp_path):
     train, heldout = load_chats(ChatTraining(path=path, heldout_fraction=0.3))
     assert heldout
     assert {each.prompt for each in train}.isdisjoint(each.prompt for each in heldout)
+
+
+def test_image_marks_and_the_column_system_are_read_in_training_chats(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(1))
+    turns = [{"from": "human", "value": "<image>\nred"}, {"from": "gpt", "value": "see"}]
+    row = {"conversations": turns, "system": "Be brief.", "images": "a.png"}
+    [chat] = load_rows(tmp_path, row, images_column="images")
+    assert [each.role for each in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[1].content == (ImagePlace(), "\nred")
+    config = ChatTraining(path=tmp_path / "chats.jsonl", heldout_fraction=0)
+    notes = "\n".join(report_chats(config))
+    assert "column 'system' contains system messages" in notes
+    assert "column 'images', which is not read" in notes
