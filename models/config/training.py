@@ -62,8 +62,8 @@ class ChatTraining(ChatColumns, FileRules):
     images_root: Location | None = None
     """Directory to which image paths are relative. The default is the directory of the data file."""
     image_mark: Annotated[str, Since("0.2.0", before="")] = "<image>"
-    """Text in the messages of a chat that stands for an image of `images_column`, as in files of LLaVA. Each mark
-    becomes the next image of the row. Set "" to read marks as text. Has no effect without `images_column`."""
+    """Placeholder of an image in the texts of messages, as in files of LLaVA. Each mark becomes the next image of the
+    row in `images_column`. Set "" to read marks as text. Has no effect without `images_column`."""
     loss: TrainedTurns = "assistant"
     """Tokens on which the loss is computed: "assistant" uses all turns of the assistant, "last" only the last one, and
     "all" every token except the first one. If rows have a prompt and a completion, "assistant" uses only turns in the
@@ -81,7 +81,7 @@ class ChatTraining(ChatColumns, FileRules):
 
     @property
     def used_image_mark(self) -> str:
-        """Text that stands for an image in messages. Empty if there is no column with images."""
+        """Placeholder of an image in the texts of messages. Empty if there is no column with images."""
         return self.image_mark if self.images_column is not None else ""
 
 

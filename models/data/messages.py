@@ -66,8 +66,8 @@ def read_prompt(
     messages.
 
     A prompt is plain text, or a chat whose last message is not from the assistant. `is_table` is set if the row comes
-    from a Parquet or Arrow file, `is_chat` if plain text becomes a chat later. `image_mark` is the text that stands for
-    an image in the messages of a chat. Raises BadInput if a value is invalid.
+    from a Parquet or Arrow file, `is_chat` if plain text becomes a chat later. `image_mark` is the placeholder of an
+    image in the messages of a chat. Raises BadInput if a value is invalid.
     """
     values = {name: omit_nulls(row.get(name)) for name in file.chat_columns} if is_table else row
     prompt = _read_prompt_value(place, values[file.prompt_column], file, image_mark)
@@ -106,8 +106,8 @@ def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumn
 
 
 def _read_prompt_value(place: str, prompt: object, file: ChatFile, image_mark: str) -> Prompt:
-    """Return the value of a prompt column: plain text, or the messages of a chat, in which `image_mark` stands for an
-    image. Raises BadInput for other values."""
+    """Return the value of a prompt column: plain text, or the messages of a chat, with images in place of
+    `image_mark`. Raises BadInput for other values."""
     column = file.prompt_column
     if not isinstance(prompt, list):
         return read_text(place, prompt, column)
@@ -130,7 +130,7 @@ def read_messages(
     place: str, turns: Sequence[object], column: str, *, fields: MessageFields = "keep", image_mark: str = ""
 ) -> tuple[Message, ...]:
     """Return the messages of a chat, given as objects in a column of a row. With `fields="drop"`, only role and content
-    are read. In contents that are text, `image_mark` stands for an image, unless it is empty.
+    are read. In contents that are text, `image_mark` is replaced by an image, unless it is empty.
 
     Turns in the format of ShareGPT (`from` and `value`) are converted first. Raises BadInput, which names `place` and
     `column`, if a message lacks `role` or `content`, has an unknown field, or an invalid value.

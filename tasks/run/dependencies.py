@@ -85,9 +85,6 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
         for name, images in _referenced_files(chats, names).items():
             referenced[name] = sorted({*referenced.get(name, ()), *images})
     paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
-    for folder, paths in folders.items():
-        if [*paths] != sorted(paths):  # the digest of a folder does not depend on the order of its files
-            paths_by_name[names.name(folder / STATE_FILE)] = [folder / STATE_FILE]
     for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
         referenced[name] = sorted({*referenced.get(name, ()), *inner})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
@@ -215,14 +212,17 @@ def _files_of(value: object) -> Iterator[Path]:
 
 
 def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
-    """Return the folders of data that settings name, each with its data files. Paths that cannot be read are skipped,
-    because the code that reads them reports the error."""
+    """Return the folders of data that settings name, each with its data files, and with the file that lists these files
+    if they are not in the order of their names. Paths that the code that reads them refuses are skipped."""
     folders: dict[Path, tuple[Path, ...]] = {}
     for path in (path for each in settings for path in iterate_data_paths(each) if not is_on_hub(path)):
         with suppress(BadInput):
             found = find_data_files(path)
             if found.is_folder:
-                folders[path] = tuple(file for file, _ in found.files)
+                files = [file for file, _ in found.files]
+                # the digest of a folder does not depend on the order of its files
+                listing = [] if files == sorted(files) else [path / STATE_FILE]
+                folders[path] = (*files, *listing)
     return folders
 
 

@@ -239,7 +239,7 @@ def test_another_order_of_the_files_of_a_saved_folder_is_a_change():
     assert [*orders[0].data] == ["saved/*"]
     for before, after in ((0, 1), (1, 0), (1, 2)):
         [change] = orders[before].changes(orders[after])
-        assert "saved/state.json" in change
+        assert "data file saved/* has changed" in change
 
 
 def test_dependencies_include_the_chats_of_the_warm_up_and_their_images():
