@@ -160,7 +160,7 @@ def _is_default(settings: ProblemFile | FilePreferences | ChatTraining, key: str
 
 # ---- chats for supervised training
 @dataclass(frozen=True, slots=True)
-class ChatColumns:
+class TrainingColumns:
     """Settings with which a file of chats is read for supervised training. Columns that were recognized replace the
     default ones."""
 
@@ -173,7 +173,7 @@ class ChatColumns:
     """Sentence for `rheostat plan` about the recognized shape of the file. Empty if the configured columns are read."""
 
 
-def find_chat_columns(path: Path, config: ChatTraining) -> ChatColumns:
+def find_chat_columns(path: Path, config: ChatTraining) -> TrainingColumns:
     """Return the settings with which the chats of a file are read.
 
     Configured columns are always read. If the file lacks the default column, a prompt and a completion are searched,
@@ -183,9 +183,9 @@ def find_chat_columns(path: Path, config: ChatTraining) -> ChatColumns:
     names, name = (config.prompt_column, config.completion_column), format_path(path)
     has_chats, note = _describe_completions(name, rows, names)
     if not all(_is_default(config, key) for key in ("prompt_column", "completion_column")):
-        return ChatColumns(config, True, has_chats, note)
+        return TrainingColumns(config, True, has_chats, note)
     if not columns or config.messages_column in columns or not _is_default(config, "messages_column"):
-        return ChatColumns(config)
+        return TrainingColumns(config)
     shape = recognize(columns, rows)
     if shape.kind == "labels":
         raise BadInput(
@@ -193,10 +193,10 @@ def find_chat_columns(path: Path, config: ChatTraining) -> ChatColumns:
             " Remove the rows with bad completions and the column label."
         )
     if {*names} <= {*columns}:
-        return ChatColumns(config, True, has_chats, note)
+        return TrainingColumns(config, True, has_chats, note)
     if shape.kind == "chats":
         config = config.model_copy(update={"messages_column": shape.columns[0]})
-        return ChatColumns(config, note=f"{name}: recognized as {shape.label}.")
+        return TrainingColumns(config, note=f"{name}: recognized as {shape.label}.")
     raise BadInput(
         f"{describe_missing_column(name, config.messages_column, columns)} The shape of the file was not recognized. "
         "Set warmup.chats.messages_column to the column with whole chats, or set prompt_column and completion_column "
