@@ -96,6 +96,13 @@ async def check_inputs(config: RunConfig) -> CheckResult:
     return await preflight(config)
 
 
+@stage("check rewards")
+async def check_rewards(config: RunConfig) -> CheckResult:
+    """Run the part of the preflight check that concerns rewards, before stored rollouts are scored again. Raises
+    BadInput if a reward cannot be computed."""
+    return await preflight(config, part="scoring")
+
+
 async def prepare_policy_and_prompts(open_run: OpenRun) -> None:
     """Store everything that generation needs: the policy, the prompts of both splits, and the simulated user of
     dialogues if the run hosts its model."""
@@ -211,7 +218,7 @@ def losses_of(trained: Manifest) -> list[float]:
 @stage("{term}", retries=2)
 async def make_reward_model(open_run: OpenRun, term: str, prefix: str = "") -> Manifest:
     """Store the model with which a judge or reward model starts: built, copied, or the run's initial policy.
-    `prefix` is set if the rewards are computed again for an existing run (re-scoring)."""
+    `prefix` is set if the rewards are computed again for an existing run (rescoring)."""
     settings = open_run.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, is_base=True).with_prefix(prefix)
     if reward.model.begins_as_policy:
