@@ -1,4 +1,4 @@
-"""Refusal of booleans as numbers in settings. Python counts `True` as 1, and so does pydantic outside its strict mode."""
+"""Refusal of booleans as numbers in settings. Python and pydantic count `True` as 1."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast

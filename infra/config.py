@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, cast, get_args
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args
 
 from pydantic import (
     BaseModel,

@@ -16,6 +16,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from flows.cli.prefect_api import prefect_api, run_flow
 from infra.config import PoolsConfig, read_recorded
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import register_target_folder
 from infra.store.dependencies import check_dependencies, recorded_config
@@ -77,8 +78,8 @@ def request_rescoring(
     )
     if slots > workers:
         raise BadInput(
-            f"pools.workers is {workers}, but the new reward models need at least {slots} worker slots. Raise it, "
-            f"such as with pools.workers={slots}."
+            f"pools.workers is {workers}, but the new reward models need at least "
+            f"{format_count(slots, 'worker slot')}. Raise it, such as with pools.workers={slots}."
         )
     for term in terms.scoring.trained_reward_models:
         if config.preferences is None:

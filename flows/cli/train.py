@@ -27,6 +27,7 @@ from flows.cli.options import (
 )
 from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import describe_base_model, export_command
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import register_target_folder
 from infra.processes.guard import guarded_directory
@@ -317,8 +318,9 @@ def open_job(
 def _describe_run(config: "RunConfig") -> str:
     """Describe a run in a few words: its algorithm, and its numbers of iterations, prompts and completions."""
     rollout = config.rollout
-    amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
-    return f"{config.algorithm.label}, {amount}"
+    iterations, prompts = format_count(config.iterations, "iteration"), format_count(rollout.prompts, "prompt")
+    completions = format_count(rollout.group_size, "completion")
+    return f"{config.algorithm.label}, {iterations} of {prompts} × {completions}"
 
 
 @contextmanager

@@ -276,7 +276,7 @@ class VllmEngine(EngineSettings):
             )
         if self.tensor_parallel > 1 and gpus < self.tensor_parallel:
             yield (
-                f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} GPUs. Set "
+                f"{name}.tensor_parallel is {self.tensor_parallel}, but pools.gpus_per_worker is {gpus:g}. Set "
                 f"pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
             )
         sharing = min(pools.workers.max, int(1 / gpus)) if 0 < gpus < 1 else 1

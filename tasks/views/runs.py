@@ -7,6 +7,7 @@ from typing import Literal
 
 from infra.config import Settings, read_recorded
 from infra.costs import Cost
+from infra.counts import format_count
 from infra.errors import BadInput, Damaged, RheostatError
 from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.garbage import tags_of
@@ -98,7 +99,7 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
         media = media_of(run, "train", "heldout", rollouts=_stored_rollouts(run))
         matches = [known for known in media.digests if known.startswith(digest)]
     if len(matches) != 1:
-        matched = f"{len(matches)} images" if matches else f"none of {len(media.digests)} images"
+        matched = format_count(len(matches), "image") if matches else f"none of {len(media.digests)} images"
         raise BadInput(
             f"{digest!r} must be the beginning of the digest of exactly one image of run {run.name!r}, but it matches "
             f"{matched}. `rheostat rollouts` prints the digests."
