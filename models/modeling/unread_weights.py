@@ -45,7 +45,8 @@ def report_unread_weights(names: Collection[str], files: Mapping[str, str], *, w
     places = ", ".join(sorted({files[name] for name in names if name in files} or {*files.values()}))
     report = (
         f"{where}: {subject} in {places} {verb} not read, because {architecture} with this config.json has no such "
-        f"weights. If {they} to the model, use the config.json of the same checkpoint."
+        f"weights. If {they} to the model, use the config.json of the same checkpoint. Otherwise nothing needs to be "
+        "done, unless vLLM refuses the files."
     )
     if report not in reports:
         reports.append(report)
