@@ -60,7 +60,8 @@ def test_unread_weights_of_a_reward_model_are_reported_with_its_class(policy):
             AutoModelForSequenceClassification, policy, what="reward model", device="meta", dtype=torch.float32
         )
     (report,) = reports
-    assert f"reward model {policy}: the weight lm_head.bias" in report and "Qwen3ForSequenceClassification" in report
+    assert f"reward model {policy}: 2 weights (lm_head.bias, lm_head.weight)" in report
+    assert "Qwen3ForSequenceClassification" in report
 
 
 def test_weights_are_loaded_without_a_report_outside_of_the_check(policy):
