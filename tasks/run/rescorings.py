@@ -119,7 +119,7 @@ def sealed_numbers(run: Run, derived: DerivedResult) -> tuple[int, ...]:
 
 
 def link_completed_iterations(run: Run, derived: DerivedResult) -> None:
-    """Append the completed iterations of a re-scoring or re-credit to its chain (hash-linked list), so that `verify`
+    """Append the completed iterations of a rescoring or recredit to its chain (hash-linked list), so that `verify`
     detects deleted and edited records. Iterations that are already in the chain are skipped.
 
     The first record of the chain also protects the rewards or the algorithm. The run must be locked.
