@@ -16,7 +16,7 @@ def describe_empty_file(path: Path, noun: str, *, dropped: int = 0, key: str = "
     of rows that the configuration key `key` left out."""
     name = format_path(path)
     if dropped:
-        return BadInput(f"{name}: {key} leaves out all {dropped} rows. Expected at least one {noun}.")
+        return BadInput(f"{name}: {key} leaves out every row ({dropped:,}). Expected at least one {noun}.")
     return BadInput(
         f"{name}: the file is empty, but it must contain at least one {noun}. Check that the file was written "
         "completely, or set the path of another file."

@@ -10,6 +10,7 @@ from typing import Final, cast
 
 from pydantic import JsonValue
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from models.config.chat_files import RESERVED_KWARGS, ChatColumns, ChatFile, MessageFields
@@ -162,7 +163,7 @@ def check_marks(turns: object, prompt: Prompt, images: int, image_mark: str, *, 
     is_sharegpt = isinstance(turns, list) and any(map(is_sharegpt_turn, turns))
     if images and is_sharegpt and not count_image_places(prompt):
         raise BadInput(
-            f"{source}: the row has {images} images, but its messages do not contain the mark {image_mark}. Write one "
+            f"{source}: the row has {format_count(images, 'image')}, but its messages do not contain the mark {image_mark}. Write one "
             'mark for each image, or set image_mark = "" to put the images before the first message of the user.'
         )
 

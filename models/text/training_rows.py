@@ -5,6 +5,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput, InputErrors
 from models.config.texts import TextRules
 from models.config.training import TrainedTurns
@@ -85,8 +86,8 @@ def enforce_chat_length(
         elif too_long == "refuse":
             with input_errors.collect(source):
                 raise BadInput(
-                    f"{source}: the chat has {length} tokens, but the policy's context is {context}. Shorten the chat, "
-                    "or set warmup.chats.on_too_long = 'drop'."
+                    f"{source}: the chat has {format_count(length, 'token')}, but the policy's context is {context}. "
+                    "Shorten the chat, or set warmup.chats.on_too_long = 'drop'."
                 )
     input_errors.check()
     if inputs and not kept:

@@ -14,6 +14,7 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput, InputErrors
 from models.config.texts import TextRules
 from models.config.training import TrainedTurns
@@ -307,7 +308,8 @@ class ChatEncoder:
                 current = current.append_observation(tokens)
         if used != len(headers):
             raise BadInput(
-                f"{chat.source}: the policy's chat template shows {used} images, but the row has {len(headers)}"
+                f"{chat.source}: the policy's chat template shows {format_count(used, 'image')}, but the row has "
+                f"{len(headers)}"
             )
         return [*inputs, current]
 
