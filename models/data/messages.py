@@ -163,8 +163,8 @@ def check_marks(turns: object, prompt: Prompt, images: int, image_mark: str, *, 
     is_sharegpt = isinstance(turns, list) and any(map(is_sharegpt_turn, turns))
     if images and is_sharegpt and not count_image_places(prompt):
         raise BadInput(
-            f"{source}: the row has {format_count(images, 'image')}, but its messages do not contain the mark {image_mark}. Write one "
-            'mark for each image, or set image_mark = "" to put the images before the first message of the user.'
+            f"{source}: the row has {format_count(images, 'image')}, but its messages have no mark {image_mark}. Write "
+            'one mark for each image, or set image_mark = "" to put the images before the first message of the user.'
         )
 
 

@@ -221,10 +221,8 @@ def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
         with suppress(BadInput):
             found = find_data_files(path)
             if found.is_folder:
-                files = [file for file, _ in found.files]
-                # the digest of a folder does not depend on the order of its files
-                listing = [] if files == sorted(files) else [path / STATE_FILE]
-                folders[path] = (*files, *listing)
+                files = tuple(file for file, _ in found.files)
+                folders[path] = files if [*files] == sorted(files) else (*files, path / STATE_FILE)
     return folders
 
 
