@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
+from infra.counts import format_count
 from infra.terminal import console, wrap_text
 from infra.untrusted_text import make_visible
 
@@ -218,7 +219,9 @@ def _follow_until_end(watcher: "ProgressReader", terminal: "Console", live: "Liv
     while True:
         status = watcher.read_progress()
         for accuracy in status.evaluations[evaluations:]:
-            print_line(terminal, f"held-out accuracy after {accuracy.number} iterations: {accuracy.line()}")
+            print_line(
+                terminal, f"held-out accuracy after {format_count(accuracy.number, 'iteration')}: {accuracy.line()}"
+            )
         for report in status.reports[iterations:]:
             print_line(terminal, report.line(status.iterations or report.iteration))
             for warning in report.warnings.values():
