@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from infra.counts import format_count
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.gpu_layout import GpuLayout
 from infra.pools.launcher import SlotCount
@@ -136,9 +137,9 @@ class ReservedSlots:
                 first = await self._request(0, runs[0], "PACK")
                 if not await wait_for_groups([first], wait_seconds):
                     raise ClusterFailed(
-                        f"the cluster could not reserve {sum(runs[0])} worker slots with {self._describe_slot()} each "
-                        f"within {wait_seconds:.0f} s (pools.wait_seconds). The cluster has "
-                        f"{await count_cluster_gpus():g} GPUs in all. Add machines, lower pools.workers, or raise "
+                        f"the cluster could not reserve {format_count(sum(runs[0]), 'worker slot')} with "
+                        f"{self._describe_slot()} each within {wait_seconds:.0f} s (pools.wait_seconds)."
+                        f"{await self._describe_total()} Add machines, lower pools.workers, or raise "
                         "pools.wait_seconds."
                     )
                 nodes = await self._nodes()
@@ -166,14 +167,17 @@ class ReservedSlots:
     def _describe_slot(self) -> dict[str, float]:
         return self._needs(1) | ({"GPU": self._gpus.per_slot} if self._gpus.per_slot else {})
 
+    async def _describe_total(self) -> str:
+        return f" The cluster has {await count_cluster_gpus():g} GPUs in all." if self._gpus.per_slot else ""
+
     async def _check_gpus(self, counts: Sequence[int]) -> None:
         """Raise ClusterFailed if this machine is the whole cluster and has too few GPUs for the slots."""
         gpus = sum(map(self._gpus.gpus_per_bundle, counts))
         if gpus and self._machines.is_single and gpus > (found := await count_cluster_gpus()):
             raise ClusterFailed(
-                f"{self._most} worker slots with {self._gpus.per_slot:g} GPUs each need {gpus:g} GPUs, but this "
-                f"machine has {found:g}. Lower pools.workers or pools.gpus_per_worker, or set pools.ray_address to a "
-                "cluster with enough GPUs."
+                f"{format_count(self._most, 'worker slot')} with {self._gpus.per_slot:g} GPUs each need {gpus:g} GPUs, "
+                f"but this machine has {found:g}. Lower pools.workers or pools.gpus_per_worker, or set "
+                "pools.ray_address to a cluster with enough GPUs."
             )
 
     def release(self) -> None:

@@ -266,8 +266,8 @@ class VllmEngine(EngineSettings):
             )
         if self.tensor_parallel > 1 and gpus < self.tensor_parallel:
             yield (
-                f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} GPUs. Set "
-                f"pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
+                f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} "
+                f"GPU{'s' * (gpus != 1)}. Set pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
             )
         slots = GpuLayout.of(pools, ranks_per_node=1).max_slots_per_gpu(pools.workers.max)
         sharing = max(1, int(slots * pools.gpus_per_worker / gpus)) if 0 < gpus < 1 else 1

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Final, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
 from infra.config import Settings
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import FileData
 from models.config.lora import LoraConfig
@@ -28,6 +30,7 @@ from models.proposals.sizes import (
     TextLengths,
     Value,
     explain_full_training,
+    propose_batch_rows,
     propose_iterations,
     propose_learning_rate,
     propose_lora,
@@ -86,22 +89,28 @@ def propose_job(request: ProposalRequest) -> JobProposal:
     )
     too_long = len(lengths.prompts) - num_train - num_heldout
     prompts = propose_prompts(max(1, num_train), machine)
-    lora = propose_lora(outline, machine)
-    update = UpdateConfig(
-        dtype="bfloat16" if machine.gpus else "float32", lora=None if lora is None else LoraConfig(rank=int(lora.value))
-    )
+    full = UpdateConfig(dtype="bfloat16" if machine.gpus else "float32")
+    lora = propose_lora(full, outline, machine)
+    update = full if lora is None else full.model_copy(update={"lora": LoraConfig(rank=int(lora.value))})
     longest = min(max(lengths.prompts) + int(new_tokens.value), shape.context)
+    batch_rows = None
+    if machine.gpus:
+        completions = ceil(int(prompts.value) * GROUP_SIZE / machine.gpus)
+        batch_rows = propose_batch_rows(
+            update, outline, shape, longest=longest, completions=completions, machine=machine
+        )
     lines = [
         *_write_head(request, inputs, propose_iterations(max(1, num_train), int(prompts.value))),
         *_write_data(request, inputs, too_long=too_long),
         *_write_policy(request, inputs),
         *_write_rollout(prompts, new_tokens),
+        *_write_engine(update, batch_rows),
         *_write_scoring(request, inputs.reward),
         *_write_update(
             update,
             rate=propose_learning_rate(outline, lora=lora is not None),
             lora=lora,
-            why_full=explain_full_training(outline, machine),
+            why_full=explain_full_training(full, outline, machine),
             microbatch=propose_microbatch(update, outline, longest=longest, machine=machine),
         ),
         *_write_pools(machine),
@@ -263,7 +272,8 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
     if data.heldout_path is None:
         yield f"heldout_fraction = {data.heldout_fraction} # share that is only used for evaluation"
     if too_long:
-        yield f'on_too_long = "drop" # excludes {too_long:,} problems that leave no room for a completion'
+        problems = format_count(too_long, "problem that leaves", "problems that leave")
+        yield f'on_too_long = "drop" # excludes {problems} no room for a completion'
 
 
 def _write_policy(request: ProposalRequest, inputs: _Inputs) -> Iterator[str]:
@@ -290,6 +300,17 @@ def _write_rollout(prompts: Value, new_tokens: Value) -> Iterator[str]:
     yield f"group_size = {GROUP_SIZE} # completions per prompt, whose rewards are compared with each other"
     yield "\n[rollout.sampling]"
     yield _line("max_new_tokens", new_tokens)
+
+
+def _write_engine(update: UpdateConfig, batch_rows: Value | None) -> Iterator[str]:
+    """Yield the lines about the engine that generates completions. Without a GPU, the defaults are used."""
+    if batch_rows is None:
+        return
+    yield '\n# vLLM is faster: run `rheostat engine install vllm`, then set kind = "vllm" and remove max_batch_rows.'
+    yield "[rollout.engine]"
+    yield 'kind = "transformers"'
+    yield f"dtype = {_encode(update.dtype)} # as in [update]"
+    yield _line("max_batch_rows", batch_rows)
 
 
 def _write_scoring(request: ProposalRequest, reward: RewardProposal) -> Iterator[str]:
@@ -326,13 +347,14 @@ def _write_pools(machine: Machine) -> Iterator[str]:
         return
     workers = min(2, machine.cores)
     yield f"workers = {workers}"
-    yield f"threads = {max(1, machine.cores // workers)} # {machine.cores} cores divided among the workers"
+    cores = format_count(machine.cores, "core")
+    yield f"threads = {max(1, machine.cores // workers)} # {cores} divided among the workers"
 
 
 def _write_evaluation(num_heldout: int, machine: Machine) -> Iterator[str]:
     problems = max(1, min(num_heldout, 256 if machine.gpus else 64))
     yield "\n[evaluation]"
-    yield f"problems = {problems} # of {num_heldout:,} held-out problems, before and after training"
+    yield f"problems = {problems} # of {format_count(num_heldout, 'held-out problem')}, before and after training"
 
 
 def _line(key: str, value: Value) -> str:

@@ -17,7 +17,7 @@ from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.config.preferences import PreferencesConfig
 from models.config.texts import RULES_BEFORE, TextRules
-from models.config.training import ChatTraining, WarmupConfig
+from models.config.training import ChatTraining, SupervisedWarmup
 from models.data.examples import Example, picture_examples, warmup_examples
 from models.data.images import digest_of
 from models.data.preferences import Preference, load_preferences
@@ -46,7 +46,7 @@ from models.records.work import (
 )
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
-from models.text.whole_chats import enforce_chat_length
+from models.text.training_rows import enforce_chat_length
 from models.training.offline import (
     PairScores,
     PreferenceTraining,
@@ -200,7 +200,7 @@ class OfflineTrainer:
         self,
         model: ModelVersion,
         examples: Sequence[Example],
-        warmup: WarmupConfig,
+        warmup: SupervisedWarmup,
         *,
         ranks: Ranks,
         rules: TextRules = RULES_BEFORE,
@@ -214,7 +214,7 @@ class OfflineTrainer:
         self,
         model: ModelVersion,
         data: SupervisedData,
-        warmup: WarmupConfig,
+        warmup: SupervisedWarmup,
         directory: Path,
         *,
         ranks: Ranks,
