@@ -7,7 +7,7 @@ the README and empty files with the same names, so it reads no data and accesses
 import json
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -17,6 +17,8 @@ from infra.validation_errors import nearest
 
 READABLE: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """Suffixes of data files that can be read. They may be followed by .gz or .zst."""
+METADATA: Final = "metadata"
+"""Name, without its suffix, of the file with the rows of a dataset that consists of images (`imagefolder`)."""
 
 
 def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> list[str]:
@@ -33,6 +35,7 @@ def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> l
             f"{nearest(address.split, [*splits])}"
         )
     chosen = splits[address.split or next(iter(splits))]
+    chosen = [name for name in chosen if PurePosixPath(name).stem == METADATA] or chosen  # a folder of images
     for name in chosen:
         if not name.removesuffix(".gz").removesuffix(".zst").endswith(READABLE):
             raise BadInput(

@@ -15,13 +15,14 @@ from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from models.config.data import FileData
 from models.config.proposals import ProposalRequest
-from models.data.files import file_problems
+from models.data.files import file_problems, read_problems
 from models.inspection.directory import inspect_import
 from models.modeling.initial import write_policy as write_initial_policy
 from models.proposals.job import propose_job
 from tasks.config.run import RunConfig, parse_config
 from tasks.run.dependencies import dependencies_of
 from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_hub_commits
+from tests.support.pictures import picture
 from tests.support.policies import write_policy
 
 POLICY = {"kind": "directory", "path": "team/tiny"}
@@ -219,3 +220,18 @@ def test_every_key_for_a_model_or_data_takes_a_name_of_the_hub(document, kind):
     settings = TypeAdapter(RunConfig.model_fields[key].rebuild_annotation()).validate_python(value)
     names = {(path.address.kind, path.address.name) for path in paths_in(settings) if isinstance(path, HubPath)}
     assert names == {(kind, "team/tiny")}
+
+
+@pytest.mark.parametrize("path", ["team/pictures", "hf://datasets/team/pictures/train/metadata.jsonl"])
+def test_the_images_that_a_dataset_names_are_fetched_from_the_folder_of_its_data_file(path, hub):
+    names = ("red.png", "deep/blue.png")
+    rows = "".join(json.dumps({"file_name": name, "prompt": f"{name}?", "answer": "1"}) + "\n" for name in names)
+    pictures = {f"train/{name}": picture(name.split("/")[-1].removesuffix(".png")) for name in names}
+    hub.add("team/pictures", {"train/metadata.jsonl": rows.encode(), **pictures}, kind="dataset")
+    data = job(JOB | {"data": {"kind": "file", "path": path, "images_column": "file_name"}}).data
+    assert [each.images for each in read_problems(data.path, data)] == [(each,) for each in pictures.values()]
+    missing = rows.replace("red.png", "gone.png")
+    hub.add("team/other", {"train/metadata.jsonl": missing.encode(), **pictures}, kind="dataset")
+    data = job(JOB | {"data": {"kind": "file", "path": "team/other", "images_column": "file_name"}}).data
+    with pytest.raises(BadInput, match=r"metadata.jsonl:1.*gone.png"):
+        read_problems(data.path, data)
