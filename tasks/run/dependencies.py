@@ -45,7 +45,7 @@ from models.config.rewards import ScoringConfig
 from models.config.training import ChatTraining
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.hub_inputs import hub_commits
+from tasks.run.hub_inputs import BASE, base_commits, hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
@@ -93,7 +93,11 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
-    return found.model_copy(update={"hub": hub_commits(config)})
+    if records and run is not None and has_results(run.store):
+        bases = {name: commit for name, commit in records[-1].dependencies.hub.items() if name.startswith(BASE)}
+    else:
+        bases = base_commits(config)
+    return found.model_copy(update={"hub": hub_commits(config) | bases})
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
