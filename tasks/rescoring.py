@@ -25,6 +25,7 @@ from tasks.run.rescorings import (
     RecreditTerms,
     RescoringTerms,
     check_terms,
+    link_completed_iterations,
     recorded_terms,
     rescored_batches,
     rescored_shards,
@@ -65,7 +66,9 @@ def _commit_terms(
 async def find_remaining_iterations(
     open_run: OpenRun, derived: DerivedResult, numbers: tuple[int, ...]
 ) -> list[Iteration]:
-    """Return the iterations among `numbers` for which new scores or advantages are not complete yet."""
+    """Return the iterations among `numbers` for which new scores or advantages are not complete yet. Completed
+    iterations that are not in the chain yet are appended, for example after the process was killed."""
+    link_completed_iterations(open_run.run, derived)
     done = sealed_numbers(open_run.run, derived)
     return [Iteration(open_run.run, number) for number in numbers if number not in done]
 
@@ -129,6 +132,7 @@ async def seal_rescoring(
         metrics=metrics,
         provenance=controller_provenance(seconds={"total": time.monotonic() - start_time}),
     )
+    link_completed_iterations(open_run.run, derived)
     logger.info(
         "iteration %3d  reward %s  stored reward %s  changed %.1f%%  missing %d  %.1fs",
         iteration.number,
@@ -184,6 +188,7 @@ async def seal_recredit(
         metrics=metrics,
         provenance=controller_provenance(seconds={"total": elapsed}),
     )
+    link_completed_iterations(open_run.run, derived)
     logger.info(
         "iteration %3d  samples %d  informative groups %d  mean |advantage| %s  correlation %s  %.1fs",
         iteration.number,

@@ -19,6 +19,7 @@ from infra.user_files import read_text_file
 
 if TYPE_CHECKING:
     from infra.store.garbage import Rules
+    from infra.store.storage import Entry
     from tasks.forgetting import Forgotten
 
 OlderThan = Annotated[
@@ -72,14 +73,23 @@ def gc(
     as_json: Json = False,
 ) -> int:
     """Delete files that no run needs, and whole runs by age, number and tag. Without --delete, only list them."""
-    from infra.store.garbage import select_runs
+    from infra.store.garbage import folders_without_record, select_runs
+    from infra.store.registry import REGISTRIES
     from infra.store.runs import list_runs
+    from models.config.retriever import RETRIEVERS
+    from models.config.soup import SOUPS
     from tasks.views.runs import open_known_run
 
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     rules = _parse_rules(store, older_than, keep, tag)
     ended_runs = select_runs(store, names, rules)
     collected = [_collect(store, name, rules, ended_runs.get(name), delete=delete) for name in names]
+    if not runs:
+        reserved = {REGISTRIES, RETRIEVERS, SOUPS}
+        collected += [
+            Collected(run=name, skipped=_describe_without_record(entries))
+            for name, entries in folders_without_record(store, reserved=reserved).items()
+        ]
     if as_json:
         write(json.dumps([asdict(each) for each in collected], indent=2))
     else:
@@ -98,6 +108,15 @@ def _describe_collected(collected: list[Collected], rules: "Rules", *, delete: b
     lines += [f"run {each.run}: {note}" for each in collected if each.given_up]
     lines += [f"run {each.run}: skipped: {each.skipped}" for each in collected if each.skipped]
     return lines + (["Nothing was deleted. Add --delete to delete."] if rows and not delete else [])
+
+
+def _describe_without_record(entries: "Sequence[Entry]") -> str:
+    size = sum(entry.bytes for entry in entries) / 1e6
+    return (
+        f"{len(entries):,} files ({size:,.1f} MB) of a run are stored, but its run.json is missing. If you deleted "
+        "the run, a process of the run wrote these files later: delete the folder again. Otherwise, restore run.json "
+        "from a copy."
+    )
 
 
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:

@@ -39,7 +39,7 @@ from models.config.preferences import PreferencesConfig
 from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, EvaluationConfig, PolicyWarmup
+from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.data.reading import report_reading
@@ -72,7 +72,7 @@ class Inputs(BaseModel):
     seed: int
     data: DataConfig
     policy: PolicyConfig
-    warmup: PolicyWarmup | None
+    warmup: WarmupConfig | None
     preferences: PreferencesConfig | None
     dpo: DpoConfig | None
     rollout: RolloutConfig

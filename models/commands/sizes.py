@@ -6,7 +6,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import DataConfig
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data.curriculum import max_prompts
 from models.data.examples import picture_examples
 from models.data.problems import Problem
@@ -38,7 +38,7 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
     return counts | {"max_prompts": limit, "scarce_part": part, "scarce_problems": parts[part]}
 
 
-def count_warmup_images(data: DataConfig, warmup: WarmupConfig, seed: int, *, side: int) -> dict[str, float]:
+def count_warmup_images(data: DataConfig, warmup: SupervisedWarmup, seed: int, *, side: int) -> dict[str, float]:
     """Count the distinct images on which the warm-up of a text-to-image policy trains, and how many of them must be
     converted. Raises BadInput if an image has another size than `side` x `side` pixels."""
     examples = [*dict.fromkeys(picture_examples(data, warmup, seed))]

@@ -17,8 +17,9 @@ from models.config.hub_datasets import HubDatasetChoice
 TrainedTurns = Literal["assistant", "last", "all"]
 
 
-class WarmupConfig(Settings):
-    """Settings for supervised training (SFT) before the first iteration, called warm-up."""
+class SupervisedWarmup(Settings):
+    """Settings for supervised training (SFT) of a policy, judge or simulated user before the first iteration, called
+    warm-up."""
 
     steps: Positive = 1200
     """Number of optimizer steps."""
@@ -72,7 +73,7 @@ class ChatTraining(HubDatasetChoice, ChatColumns, FileRules):
     them out and records their number."""
 
 
-class PolicyWarmup(WarmupConfig):
+class WarmupConfig(SupervisedWarmup):
     """Supervised training (SFT) of the policy before the first iteration, on the answers of the problems or on whole
     chats."""
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from infra.config import Settings, describe_difference, encode_recorded, read_recorded
 from infra.errors import RunChanged
+from infra.store.chain import Chain
+from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.algorithms import AlgorithmConfig
@@ -114,6 +116,17 @@ def sealed_numbers(run: Run, derived: DerivedResult) -> tuple[int, ...]:
     """Return the numbers of the iterations for which a re-scoring or re-credit is complete."""
     numbers = iteration_numbers(run.folders(derived.prefix))
     return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
+
+
+def link_completed_iterations(run: Run, derived: DerivedResult) -> None:
+    """Append the completed iterations of a re-scoring or re-credit to its chain (hash-linked list), so that `verify`
+    detects deleted and edited records. Iterations that are already in the chain are skipped.
+
+    The first record of the chain also protects the rewards or the algorithm. The run must be locked.
+    """
+    chain = Chain(run, derived.prefix)
+    for number in sealed_numbers(run, derived):
+        chain.link(iteration_key(number), journal=[f"{derived.prefix}{DEPENDENCIES}"])
 
 
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
