@@ -1,4 +1,4 @@
-"""Re-scoring and re-credit of stored rollouts: compute new scores with other rewards, or new advantages with another
+"""Rescoring and recredit of stored rollouts: compute new scores with other rewards, or new advantages with another
 algorithm.
 
 Nothing is generated or trained, and stored results stay unchanged.
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @stage("begin {derived.name}")
 async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
-    """Store the rewards with which stored rollouts are scored again. Raises RunChanged if a re-scoring of this name was
+    """Store the rewards with which stored rollouts are scored again. Raises RunChanged if a rescoring of this name was
     begun with other rewards or other code."""
     scoring = open_run.settings.scoring
     _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
@@ -49,7 +49,7 @@ async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
 @stage("begin {derived.name}")
 async def begin_recredit(open_run: OpenRun, derived: DerivedResult, scores: str | None) -> None:
     """Store the algorithm, and the source of the scores, with which advantages are computed again. Raises RunChanged if
-    a re-credit of this name was begun with another algorithm, other scores or other code."""
+    a recredit of this name was begun with another algorithm, other scores or other code."""
     algorithm = open_run.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
     _commit_terms(open_run, derived, terms, recredit_dependencies(algorithm))
@@ -151,7 +151,7 @@ async def recompute_credit(
 ) -> Manifest:
     """Compute training samples with new advantages from an iteration's stored rollouts, with the configured algorithm.
 
-    `scores` names the re-scoring whose scores are used. None uses the run's own scores.
+    `scores` names the rescoring whose scores are used. None uses the run's own scores.
     """
     dynamic = open_run.settings.rollout.dynamic
     if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may leave fewer informative groups

@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there: no te
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
+from infra.plugins import PACKAGES  # noqa: E402
 from tests.support.jobs import prefect_server  # noqa: E402
 
 
@@ -30,6 +32,17 @@ def same_environment() -> Iterator[None]:
     """Restore the environment variables that a test sets, such as those of a command run in this process."""
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def same_loggers() -> Iterator[None]:
+    """Restore the loggers of Rheostat's packages, to which a command run in this process attaches its own handlers."""
+    loggers = [logging.getLogger(package) for package in PACKAGES]
+    before = [(logger, logger.propagate, logger.level, [*logger.handlers]) for logger in loggers]
+    yield
+    for logger, propagates, level, handlers in before:
+        logger.propagate, logger.handlers = propagates, handlers
+        logger.setLevel(level)
 
 
 @pytest.fixture

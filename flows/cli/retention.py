@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, RunName, Store
+from infra.counts import format_count
 from infra.errors import BadInput, Damaged, RunLocked
 from infra.terminal import Json, parse_whole_number, table, write
 from infra.user_files import read_text_file
@@ -203,10 +204,7 @@ def forget(
                 reports[index] = forget_prompts(locked_run, ids, delete=True)
     if not any(each.prompts or each.exports for each in reports):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
-        raise BadInput(
-            f"None of the {len(ids)} ids in {prompt_ids} is the prompt_id of a prompt in {where}. Check the ids and "
-            "--store."
-        )
+        raise BadInput(f"{prompt_ids} contains no prompt_id of a prompt in {where}. Check the ids and --store.")
     if delete:
         _forget_samples([each.run for each in reports if each.prompts])
     if as_json:
@@ -224,9 +222,10 @@ def forget(
 
 def _describe(reports: "Sequence[Forgotten]", num_prompts: int, *, delete: bool) -> Iterator[str]:
     for each in reports:
-        what = f"{each.rows:,} rows of {each.shards:,} shards, {each.exports:,} exports"
+        rows, shards = format_count(each.rows, "row"), format_count(each.shards, "shard")
+        what = f"{rows} of {shards}, {format_count(each.exports, 'export')}"
         outcome = "were emptied" if delete else "would be emptied"
-        yield f"run {each.run}: {each.prompts} of {num_prompts} prompts found; {what} {outcome}"
+        yield f"run {each.run}: {each.prompts} of {format_count(num_prompts, 'prompt')} found; {what} {outcome}"
     data = sorted({path for each in reports if each.prompts for path in each.data})
     yield from (f"not changed, remove the prompts yourself: {path}" for path in data)
     others = "policies trained on the prompts, copies of runs, samples in trackers, caches on other machines"

@@ -6,7 +6,7 @@ replaced manifest is detected through the chain record of its part, and a delete
 Only the loss of the last chain record cannot be detected. Before garbage is deleted or a run is copied,
 `complete_manifests` checks that no record is missing.
 
-Each re-scoring and re-credit of a run has a separate chain, in the folder `chain/rescore/NAME/` or
+Each rescoring and recredit of a run has a separate chain, in the folder `chain/rescore/NAME/` or
 `chain/recredit/NAME/`, so that the chain of the run itself does not depend on them.
 """
 
@@ -60,7 +60,7 @@ class Chain:
     finished part of the run, such as an iteration.
 
     `below` is the prefix of the keys to which the chain is limited, such as `rescore/strict/` for the chain of a
-    re-scoring. Only one process appends to a chain. It reads the existing records once.
+    rescoring. Only one process appends to a chain. It reads the existing records once.
     """
 
     def __init__(self, run: Run, below: str = "") -> None:
@@ -154,7 +154,7 @@ def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]
 
 
 def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
-    """Check the chain of a run and the chains of its re-scorings and re-credits."""
+    """Check the chain of a run and the chains of its rescorings and recredits."""
     paths = [path.removeprefix(_CHAIN) for path in records(run.store, _CHAIN)]
     for below in ["", *sorted({f"{folder}/" for path in paths if (folder := path.rpartition("/")[0])})]:
         yield from _check_one_chain(run, below, digests)

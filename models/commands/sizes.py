@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import DataConfig
 from models.config.training import SupervisedWarmup
@@ -56,8 +57,9 @@ def check_sizes(
     if prompts > max_prompts and not (max_prompts and PROMPTS in giving_way):
         if "scarce_part" not in counts:
             raise BadInput(
-                f"{PROMPTS} is {prompts}, but there are only {max_prompts} training problems, and an iteration uses "
-                f"each problem at most once. Lower {PROMPTS} to at most {max_prompts}, or add problems."
+                f"{PROMPTS} is {prompts}, but the data has only {format_count(max_prompts, 'training problem')}, and "
+                f"an iteration uses each problem at most once. Lower {PROMPTS} to at most {max_prompts}, or add "
+                "problems."
             )
         part, have = int(counts["scarce_part"]), counts["scarce_problems"]
         share = data.weights[part] / sum(data.weights)
@@ -68,6 +70,6 @@ def check_sizes(
         )
     if evaluated > heldout and EVALUATED not in giving_way:
         raise BadInput(
-            f"{EVALUATED} is {evaluated}, but only {heldout} problems are held out. Set {EVALUATED}={heldout}, or add "
-            "held-out problems."
+            f"{EVALUATED} is {evaluated}, but only {format_count(heldout, 'problem is', 'problems are')} held out. Set "
+            f"{EVALUATED}={heldout}, or add held-out problems."
         )

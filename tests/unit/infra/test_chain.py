@@ -121,7 +121,7 @@ def test_records_appended_by_two_threads_at_once_form_one_sequence(tmp_path, mon
 
 @pytest.fixture
 def rescored(root):
-    """The run with two re-scorings, each with a chain of two iterations."""
+    """The run with two rescorings, each with a chain of two iterations."""
     with open_run(str(root), "r").lock() as run:
         for name in ("long", "short"):
             below = f"rescore/{name}/"

@@ -1,4 +1,4 @@
-"""Re-scorings and re-credits of stored rollouts: the chain that protects their records."""
+"""Rescorings and recredits of stored rollouts: the chain that protects their records."""
 
 import asyncio
 from types import SimpleNamespace
