@@ -46,7 +46,7 @@ from models.config.rewards import ScoringConfig
 from models.config.training import ChatTraining
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.hub_inputs import BASE, base_commits, hub_commits
+from tasks.run.hub_inputs import base_commits, hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
@@ -94,11 +94,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
-    if records and run is not None and has_results(run.store):
-        bases = {name: commit for name, commit in records[-1].dependencies.hub.items() if name.startswith(BASE)}
-    else:
-        bases = base_commits(config)
-    return found.model_copy(update={"hub": hub_commits(config) | bases})
+    return found.model_copy(update={"hub": hub_commits(config) | base_commits(config, run)})
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:

@@ -74,10 +74,14 @@ def hub_commits(config: BaseModel) -> dict[str, str]:
     return commits
 
 
-def base_commits(config: BaseModel) -> dict[str, str]:
+def base_commits(config: BaseModel, run: Run | None = None) -> dict[str, str]:
     """Return the commits of the base models on the Hub of all LoRA adapters in a configuration, by keys such as `base
-    model Qwen/Qwen3-0.6B`. Directories that cannot be read are skipped, because the code that reads them reports the
-    error."""
+    model Qwen/Qwen3-0.6B`. A run with results keeps its recorded commits.
+
+    Directories that cannot be read are skipped, because the code that reads them reports the error.
+    """
+    if run is not None and has_results(run.store):
+        return {name: commit for name, commit in recorded_commits(run).items() if name.startswith(BASE)}
     commits: dict[str, str] = {}
     for path in paths_in(config):
         is_hub_model = isinstance(path, HubPath) and path.address.kind == "model" and not path.address.file
