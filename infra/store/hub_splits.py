@@ -7,14 +7,18 @@ the README and empty files with the same names, so it reads no data and accesses
 import json
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Final
 
 from infra.errors import BadInput
 from infra.store.hub_files import NOTES
 from infra.store.hub_names import HubAddress
 from infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
 from infra.validation_errors import nearest
+
+METADATA: Final = "metadata"
+"""Name, without its suffix, of the file with the rows of a dataset that consists of images (`imagefolder`)."""
 
 
 def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> list[str]:
@@ -31,8 +35,9 @@ def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> l
             f"{nearest(address.split, [*splits])}"
         )
     chosen = splits[address.split or next(iter(splits))]
+    chosen = [name for name in chosen if PurePosixPath(name).stem == METADATA] or chosen  # a folder of images
     for name in chosen:
-        suffixes = [suffix for suffix in Path(name).suffixes if suffix not in PACKED_SUFFIXES]
+        suffixes = [suffix for suffix in PurePosixPath(name).suffixes if suffix not in PACKED_SUFFIXES]
         if not suffixes or suffixes[-1] not in DATA_SUFFIXES:
             raise BadInput(
                 f"dataset {address.name}: the file {name} has a format that cannot be read. Files must have one of "

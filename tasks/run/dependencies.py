@@ -44,6 +44,7 @@ from models.config.file_rules import iterate_data_paths
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from models.config.training import ChatTraining
+from models.data.folders import STATE_FILE
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.hub_inputs import base_commits, hub_commits
@@ -213,14 +214,15 @@ def _files_of(value: object) -> Iterator[Path]:
 
 
 def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
-    """Return the folders of data that settings name, each with its data files. Paths that cannot be read are skipped,
-    because the code that reads them reports the error."""
+    """Return the folders of data that settings name, each with its data files, and with the file that lists these files
+    if they are not in the order of their names. Paths that the code that reads them refuses are skipped."""
     folders: dict[Path, tuple[Path, ...]] = {}
     for path in (path for each in settings for path in iterate_data_paths(each) if not is_on_hub(path)):
         with suppress(BadInput):
             found = find_data_files(path)
             if found.is_folder:
-                folders[path] = tuple(file for file, _ in found.files)
+                files = tuple(file for file, _ in found.files)
+                folders[path] = files if [*files] == sorted(files) else (*files, path / STATE_FILE)
     return folders
 
 

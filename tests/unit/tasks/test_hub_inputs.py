@@ -21,7 +21,7 @@ from infra.store.runs import create_run, open_run
 from models.config.data import FileData
 from models.config.proposals import ProposalRequest
 from models.config.retriever import RetrieverConfig
-from models.data.files import file_problems
+from models.data.files import file_problems, read_problems
 from models.data.preferences import load_preferences
 from models.data.problems import load_problems
 from models.data.training_chats import load_chats
@@ -38,6 +38,7 @@ from tasks.retriever import lock_retriever, with_recorded_defaults
 from tasks.run.dependencies import dependencies_of
 from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_hub_commits
 from tasks.soup.merging import weighted_parents
+from tests.support.pictures import picture
 from tests.support.policies import write_policy
 
 POLICY = {"kind": "directory", "path": "team/tiny"}
@@ -383,3 +384,18 @@ def test_merge_takes_names_of_models_of_the_hub_and_records_their_commits(reposi
     own, other = weighted_parents(str(tmp_path), ["team/tiny=0.5", f"{tmp_path / 'policy'}=0.5"])
     assert own.name == f"team/tiny@{commit}" and own.path.name == commit and other.path == tmp_path / "policy"
     assert (own.path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("path", ["team/pictures", "hf://datasets/team/pictures/train/metadata.jsonl"])
+def test_the_images_that_a_dataset_names_are_fetched_from_the_folder_of_its_data_file(path, hub):
+    names = ("red.png", "deep/blue.png")
+    rows = "".join(json.dumps({"file_name": name, "prompt": f"{name}?", "answer": "1"}) + "\n" for name in names)
+    pictures = {f"train/{name}": picture(name.split("/")[-1].removesuffix(".png")) for name in names}
+    hub.add("team/pictures", {"train/metadata.jsonl": rows.encode(), **pictures}, kind="dataset")
+    data = job(JOB | {"data": {"kind": "file", "path": path, "images_column": "file_name"}}).data
+    assert [each.images for each in read_problems(data.path, data)] == [(each,) for each in pictures.values()]
+    missing = rows.replace("red.png", "gone.png")
+    hub.add("team/other", {"train/metadata.jsonl": missing.encode(), **pictures}, kind="dataset")
+    data = job(JOB | {"data": {"kind": "file", "path": "team/other", "images_column": "file_name"}}).data
+    with pytest.raises(BadInput, match=r"metadata.jsonl:1.*gone.png"):
+        read_problems(data.path, data)
