@@ -1,8 +1,7 @@
 """SQL queries over the runs of a store, executed by DuckDB.
 
 Nothing is written to the store. The data that a query names is copied to a temporary directory, except exported
-iterations, which are read directly: from a bucket through s3fs, so that only the columns in the query are transferred.
-A query can neither read nor write other files.
+iterations, which are read directly. A query can neither read nor write other files.
 """
 
 import re
@@ -16,7 +15,6 @@ import pyarrow as pa
 
 from infra.errors import BadInput
 from infra.processes.guard import guarded_directory
-from infra.store.remote_files import open_filesystem
 from infra.store.runs import Run, list_runs
 from infra.store.storage import open_store
 from tasks.run.batch import iterations_without_rollouts
@@ -54,13 +52,11 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
         raise BadInput(f"{where}: there is no completed iteration to query. Wait until the first iteration ends.")
     with guarded_directory("rheostat-query-") as scratch, duckdb.connect() as database:
         database.execute("SET temp_directory = ?", [str(scratch / "spilled")])
-        if open_store(store).is_remote:
-            database.register_filesystem(open_filesystem(store)[0])
         try:
             _check_reads_only(sql)
             readable: list[str] = []
             for view in _named_views(database, sql):
-                files = [file for run in runs for file in _view_files(run, view, scratch)]
+                files = [str(path) for run in runs for path in _view_files(run, view, scratch)]
                 if not files:
                     raise BadInput(
                         f"{where}: the table {view} cannot be read, because all of its data was deleted. Query a run "
@@ -109,8 +105,8 @@ def _named_views(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
     return [view for view in VIEWS if view in folded_names]
 
 
-def _view_files(run: Run, view: str, scratch: Path) -> Iterator[str]:
-    """Write the rows of a view for one run to local Parquet files and yield their paths. Deleted data is skipped."""
+def _view_files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
+    """Write the rows of a view for one run to local Parquet files and yield them. Deleted data is skipped."""
     if view == "rollouts":
         yield from _rollout_files(run, scratch)
         return
@@ -118,22 +114,21 @@ def _view_files(run: Run, view: str, scratch: Path) -> Iterator[str]:
     if (first := next(tables, None)) is not None:
         path = scratch / f"{view}-{run.name}.parquet"
         write_export(chain([first], tables), path, key=view)
-        yield str(path)
+        yield path
 
 
-def _rollout_files(run: Run, scratch: Path) -> Iterator[str]:
-    """Yield one Parquet file for each iteration whose rollouts are stored. An already exported file is reused, also if
-    it is in a bucket."""
+def _rollout_files(run: Run, scratch: Path) -> Iterator[Path]:
+    """Yield one Parquet file for each iteration whose rollouts are stored. An already exported file is reused."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     deleted = iterations_without_rollouts(run, numbers)
     for number in numbers:
         key = iteration_key(number)
         if run.store.exists(export_file(key)):
-            yield run.store.locate(export_file(key))
+            yield run.store.local_path(export_file(key))
         elif number not in deleted:
             path = scratch / f"{run.name}-{key}.parquet"
             write_export(export_tables(run, number), path, key=key)
-            yield str(path)
+            yield path
 
 
 def _describe_error(error: duckdb.Error) -> str:
