@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 from infra.config import Fraction, Positive, Settings, Since
 from infra.counts import format_count
 from infra.renamed import RenamedFrom
-from infra.store.inputs import Location
+from infra.store.inputs import DataLocation, Location
 from models.config.chat_files import ChatColumns
 from models.config.denoising import DenoisingConfig
 from models.config.file_rules import FileRules
+from models.config.hub_datasets import HubDatasetChoice
 
 TrainedTurns = Literal["assistant", "last", "completion", "all"]
 
@@ -35,15 +36,16 @@ class SupervisedWarmup(Settings):
     effect."""
 
 
-class ChatTraining(ChatColumns, FileRules):
+class ChatTraining(HubDatasetChoice, ChatColumns, FileRules):
     """Chats from a file on which warm-up trains the policy (SFT), instead of on the answers of the problems."""
 
     referenced_files: ClassVar[str] = "models.data.image_files:image_files"
     """Import path `pkg.mod:function` that yields the paths of the image files that the rows of the file name."""
 
-    path: Location
-    """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads."""
-    heldout_path: Location | None = None
+    path: DataLocation
+    """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads, or a
+    dataset on the Hugging Face Hub."""
+    heldout_path: DataLocation | None = None
     """File of chats on which the loss is measured but not trained. If not set, `heldout_fraction` of the chats in
     `path` is used."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05

@@ -47,7 +47,7 @@ from models.config.training import ChatTraining
 from models.data.folders import STATE_FILE
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.hub_inputs import hub_commits
+from tasks.run.hub_inputs import base_commits, hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
@@ -95,7 +95,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
-    return found.model_copy(update={"hub": hub_commits(config)})
+    return found.model_copy(update={"hub": hub_commits(config) | base_commits(config, run)})
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
