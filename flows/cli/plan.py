@@ -8,7 +8,7 @@ from typing import Final
 import psutil
 
 from infra.config import PoolsConfig, Settings
-from infra.environments.find import num_gpus
+from infra.environments.gpus import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.inputs import format_path

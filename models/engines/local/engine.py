@@ -15,6 +15,7 @@ from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, d
 from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room, suppressed_tokens
+from models.modeling.device import choose_device
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource
@@ -37,7 +38,7 @@ class HuggingFaceEngine:
     def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
         self.progress = 0
         self._config = config
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = choose_device()
         self._policy: LoadedPolicy | None = None
         self._images: ImageSource | None = None
         self._records_experts = False
