@@ -49,7 +49,8 @@ class ControllerCosts:
     """CPU seconds of the driver process from the plan of the first iteration to the end of the last iteration."""
     processes: tuple[ProcessUsage, ...]
     files: tuple[Path, ...]
-    """Files in Prefect's home directory that contain the payload's marker. Expected to be empty."""
+    """Files in Prefect's home directory that contain the marker text of the test data. There should be none, because
+    results are stored in the run store and not in Prefect."""
 
     def of(self, kind: str) -> list[ProcessUsage]:
         """Return the measurements of all processes of one kind: "driver", "controller" or "worker"."""

@@ -23,7 +23,7 @@ The image is taken when a generation speed follows this text.
 
 
 class MomentReached(Exception):
-    """Raised when the demo's terminal output reaches the moment of the image. The argument is the output so far."""
+    """Raised when the demo's terminal output reaches the moment for the picture. The argument is the output so far."""
 
 
 def check_moment(sent: str) -> None:

@@ -90,8 +90,8 @@ class Memory(Settings):
     """Number of consecutive decisions for which `wanted` was predicted to be faster than the current plan. -1 right
     after a change of the plan."""
     gained_seconds: float = 0.0
-    """Total predicted gain in seconds of `wanted` over the current plan, summed over the decisions that `held`
-    counts."""
+    """Seconds that the plan `wanted` would have saved compared with the current plan, as predicted by the
+    last `held` decisions."""
     misses: int = 0
     """Number of consecutive predictions in this stage with an error of at least 30%. After two of them, no more workers
     are moved in this stage."""
@@ -190,7 +190,7 @@ class Decision(Settings):
     unchanged_seconds: float
     """Predicted seconds to the end of the stage if the current plan is kept."""
     reason: str
-    """Reason for people, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
+    """Human-readable reason, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
     """State that the caller must pass to the next decision."""
 

@@ -177,8 +177,8 @@ def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, F
 def release_times(done_XU: Floats, units: int) -> Floats:
     """Return the time from which each of `units` scoring units can start.
 
-    Scoring units become ready at the same rate as rollout units finish. `done_XU` contains the ends of the rollout
-    units in ascending order.
+    Scoring units become ready at the same rate as rollout units finish. `done_XU` contains the times in seconds at
+    which the rollout units of each of X cases end, in ascending order. The result has the shape X x units.
     """
     available = done_XU.shape[-1]
     if not available:

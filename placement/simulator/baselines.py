@@ -110,7 +110,7 @@ class Hindsight:
 
 
 def hindsight(workload: Workload) -> Hindsight:
-    """Simulate splits of the workers and return the times.
+    """Simulate fixed splits of the workers between rollout and scoring, and return the seconds of each split.
 
     With more than `ALL_SPLITS` workers, not every split is simulated. The best split over all iterations and the best
     split of each iteration are then found with a precision of 1/256 of the workers.

@@ -121,7 +121,7 @@ class Load:
     """Random workloads for several cells that differ only in the time of moving a worker."""
 
     cells: tuple[Cell, ...]
-    """Conditions of each cell."""
+    """Simulated conditions. A cell combines a number of workers, a distribution of lengths, and so on."""
     sample: Callable[[int], Workload]
     """Function that returns a random workload for a given seed."""
 

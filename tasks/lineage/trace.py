@@ -69,7 +69,8 @@ class TracedReward(Settings):
     kind: str
     """Kind of the reward, as configured."""
     version: str
-    """Version: `model` or `code` with a digest, or Rheostat's version for built-in rewards."""
+    """Version of the reward: the word `model` or `code` and the digest of the model or code, or the version of Rheostat
+    for built-in rewards."""
 
 
 class TracedRun(Settings):

@@ -85,7 +85,8 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
 def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[RegistryRecord, bool]:
     """Make an earlier champion the champion again, by default the one before the last promotion.
 
-    No evaluation is run. Return the record and whether it is new. No record is added if the policy is already the
+    `to` is the number of the record that promoted the earlier champion. No evaluation is run. Return the registry
+    record and whether it was added now. No record is added if the policy is already the
     champion. Raises BadInput if there is no such record or its files were deleted.
     """
     registry = open_existing_registry(store, name)

@@ -66,7 +66,8 @@ class StageKey(str):
         return cls.parse(f"{reward_model_role(term)}/{'base' if is_base else 'model'}")
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return the key of the same stage in a re-scoring or re-credit. An empty prefix changes nothing."""
+        """Return the key of the same stage in a re-scoring or re-credit, whose stored keys begin with `prefix`. An
+        empty prefix changes nothing."""
         return self.parse(f"{prefix}{self}")
 
     @property
@@ -166,8 +167,8 @@ def iteration_numbers(folders: Iterable[str]) -> list[int]:
 
 
 def reward_model_role(term: str) -> str:
-    """Return the role name of the workers that serve a reward model. The stage with the scores by the model has the
-    same name."""
+    """Return the role name of the workers that compute the scores of a reward model. The stage that stores these
+    scores has the same name."""
     return f"judge-{term}"
 
 

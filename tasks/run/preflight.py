@@ -54,7 +54,8 @@ IMAGE_CONVERSIONS: Final = {
 """Messages about images that were converted, for kinds of image whose name is not clear. Kinds are keys of
 `models.vision.color_conversion.CONVERSIONS`."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
-"""Keys whose default is lowered to `rollout.prompts` if the default of that key was lowered."""
+"""Keys that also get a smaller default if the default of `rollout.prompts` is lowered, for example because the data
+file has only a few problems. They may not be larger than `rollout.prompts`."""
 
 
 def unset_keys(config: RunConfig, keys: Sequence[str] = SIZED_BY_DATA) -> list[str]:

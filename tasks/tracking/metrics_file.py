@@ -10,7 +10,7 @@ from tasks.tracking.points import PointName, points_after, read_point
 
 
 def rewrite_metrics(run: Run) -> str:
-    """Rebuild the whole file from the stored metrics, and return its location."""
+    """Write the run's metrics file again, from the metrics in the store, and return the file's location."""
     replace_lines(run.store, METRICS, _build_lines(run, None))
     return run.store.locate(METRICS)
 

@@ -121,7 +121,7 @@ _TERM: Final = re.compile(r"credit/term_(.+)_std")
 def find_warnings(
     metrics: Mapping[str, float], *, first: Mapping[str, float] | None = None, accuracy: float | None = None
 ) -> dict[str, str]:
-    """Return the warnings about an iteration, by name of the metric that caused each.
+    """Return one sentence for each metric of an iteration whose value is suspicious, by name of the metric.
 
     `first` contains the metrics of the run's first iteration and `accuracy` the fraction of correct completions.
     Warnings about changes since the first iteration need `first`.

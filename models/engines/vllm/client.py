@@ -40,7 +40,7 @@ class InputEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Request to a vLLM server for one completion: input (with existing tokens), seed and maximum number of tokens."""
+    """Request to a vLLM server for one completion: input (with existing tokens), seed below 2**63 and token limit."""
 
     id: int
     input: ModelInput

@@ -16,6 +16,9 @@ from models.records.model_input import Experts
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 
+SEED_LIMIT: Final = 2**63
+"""Exclusive upper limit of the seeds sent to a vLLM server. On GPUs vLLM stores seeds as signed 64-bit integers."""
+
 MAX_ABORTS: Final = 8
 """Maximum number of times that loading weights may interrupt the generation of one completion before the completion
 fails."""
@@ -50,12 +53,12 @@ class PendingRequest:
 
     def build_request(self, number: int) -> CompletionRequest:
         """Build a request for the completion's remaining tokens. `number` is the request's ID. A continued completion
-        uses another seed than the request before."""
+        uses another seed than the request before. Seeds are taken modulo `SEED_LIMIT`."""
         num_done = self.row.num_existing_tokens + len(self.tokens)
         return CompletionRequest(
             id=number,
             input=self.row.input.append_completion(self.tokens),
-            seed=derive_seed("continued", self.row.seed, num_done) if num_done else self.row.seed,
+            seed=(derive_seed("continued", self.row.seed, num_done) if num_done else self.row.seed) % SEED_LIMIT,
             max_tokens=self.end - num_done,
             experts=self.records_experts,
         )

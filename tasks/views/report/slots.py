@@ -28,7 +28,8 @@ class PlacedDecision(Settings):
     batch: str
     """Iteration, later batch of an iteration, or evaluation, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     moment: str
-    """Time of the decision: `plan` before the batch, or for example `drain-0001-0002` while it was running."""
+    """Time of the decision: `plan` before the stages of the iteration, or the name of a decision during them, such as
+    `drain-0001-0002`."""
     reason: str
     """Sentence for the reader that states the decision and its reason."""
     predicted_seconds: float

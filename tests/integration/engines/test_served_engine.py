@@ -23,7 +23,7 @@ from tests.support.policies import small_tokenizer
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
 WORK = [request(row, 9) for row in range(3)]
-EXPECTED = [[tuple(tokens_of(seed, 12)) for seed in each.seeds] for each in WORK]
+EXPECTED = [[tuple(tokens_of(seed % 2**63, 12)) for seed in each.seeds] for each in WORK]
 """Tokens that the server generates for the seeds of the work."""
 
 Lines = list[Line]
@@ -43,6 +43,12 @@ def test_completions_are_those_that_the_server_generates_for_the_seeds(serve):
         assert completion.text == small_tokenizer().decode(completion.tokens, skip_special_tokens=True)
         assert completion.finish_reason is FinishReason.LENGTH
     assert server.asked[0]["sampling"]["stop_token_ids"] == [small_tokenizer().eos_token_id]
+
+
+def test_seeds_fit_the_signed_64_bits_in_which_vllm_stores_them_on_gpus(serve):
+    engine, [server] = serve()
+    engine.generate([request_completions(0, (5, 6), (2**63 - 1, 2**63, 2**64 - 1, 7))], SAMPLING)
+    assert [body["seed"] for body in server.asked[0]["requests"]] == [2**63 - 1, 0, 2**63 - 1, 7]
 
 
 def test_an_engine_uses_a_server_only_if_the_server_proves_its_policy(serve, policy):
@@ -217,7 +223,7 @@ def test_an_aborted_completion_continues_from_its_tokens_with_another_seed(serve
     engine, [server] = serve(spoil=spoil_first(lambda lines: [ABORTED, *lines[2:]]))
     [[first, *others], *rest] = engine.generate(WORK, SAMPLING)
     assert list_tokens([others, *rest]) == [EXPECTED[0][1:], *EXPECTED[1:]]
-    seed = derive_seed("continued", WORK[0].seeds[0], 3)
+    seed = derive_seed("continued", WORK[0].seeds[0], 3) % 2**63
     assert first.tokens == (7, 8, 9, *tokens_of(seed, 9))
     [again] = server.asked[1]["requests"]
     assert (again["tokens"], again["seed"], again["max_tokens"]) == ([*WORK[0].inputs[0].tokens, 7, 8, 9], seed, 9)
@@ -257,7 +263,7 @@ def test_a_prefix_is_part_of_the_prompt_and_changes_the_seed(serve):
         [request_continuations(request_completions(0, (5, 6), (1, 2)), ((7,), (8, 9)), budget=3)], SAMPLING
     )
     requests = [(tuple(body["tokens"]), body["seed"], body["max_tokens"]) for body in server.asked[0]["requests"]]
-    seeds = derive_seed("continued", 1, 1), derive_seed("continued", 2, 2)
+    seeds = derive_seed("continued", 1, 1) % 2**63, derive_seed("continued", 2, 2) % 2**63
     assert requests == [((5, 6, 7), seeds[0], 3), ((5, 6, 8, 9), seeds[1], 3)]
     assert one.text == small_tokenizer().decode((7, *tokens_of(seeds[0], 3)), skip_special_tokens=True)
     assert {one.finish_reason, two.finish_reason} == {FinishReason.CUT}
@@ -274,7 +280,7 @@ def test_experts_of_all_tokens_but_the_last_are_reported_on_request(serve):
     assert [{one["experts"] for one in body["requests"]} for body in server.asked] == [{False}, {True}]
     for each, group in zip(WORK, groups, strict=True):
         for seed, completion in zip(each.seeds, group, strict=True):
-            np.testing.assert_array_equal(completion.experts, experts_of(seed, 9 + 11))
+            np.testing.assert_array_equal(completion.experts, experts_of(seed % 2**63, 9 + 11))
             assert completion.experts.dtype == np.uint8
 
 
@@ -286,7 +292,7 @@ def test_tokens_keep_the_experts_of_the_request_that_generated_them(serve):
     engine, _ = serve(spoil=abort_twice)
     engine.record_experts(True)
     [[completion]] = engine.generate([request(0, 9, group=1)], SAMPLING)
-    seed = derive_seed("continued", request(0, 9, group=1).seeds[0], 3)
+    seed = derive_seed("continued", request(0, 9, group=1).seeds[0], 3) % 2**63
     assert completion.tokens == (7, 8, 9, *tokens_of(seed, 9))
     np.testing.assert_array_equal(completion.experts[:11], experts_of(100, 11))
     np.testing.assert_array_equal(completion.experts[11:], experts_of(seed, 9 + 11)[11:])
