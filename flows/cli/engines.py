@@ -37,7 +37,9 @@ NewEnvironment = Annotated[
 ]
 Platform = Annotated[
     Literal["cpu", "cuda"] | None,
-    Parameter(show_default="RHEOSTAT_TORCH, or cuda if there is an NVIDIA driver, else cpu", help="build of the engine"),
+    Parameter(
+        show_default="RHEOSTAT_TORCH, or cuda if there is an NVIDIA driver, else cpu", help="build of the engine"
+    ),
 ]
 InstalledInterpreter = Annotated[
     Path | None, Parameter(show_default="the installed environment", help="Python interpreter of the environment")

@@ -16,6 +16,8 @@ from infra.environments.find import DISTRIBUTIONS, pins_path
 from tests.support.jobs import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"
+GLIBC = "x86_64-manylinux_2_36"
+"""Platform of Debian 12, on which the images of python:3.11-slim are based, or a newer Debian."""
 
 
 def run_tool(package: str, *words: str | Path) -> None:
@@ -42,8 +44,10 @@ async def test_the_pods_and_jobs_follow_the_schema_of_kubernetes(tmp_path):
         namespace: str
 
     template = json.loads((DEPLOY / "kubernetes.json").read_text())
-    values = {"gpus": 8, "command": ["rheostat"], "env": [{"name": "DO_NOT_TRACK", "value": "1"}], "name": "train"}
-    made = await Configuration.from_template_and_values(template, values, client=object())
+    made = await Configuration.from_template_and_values(template, {"gpus": 8, "name": "train"}, client=object())
+    (container,) = made.job_manifest["spec"]["template"]["spec"]["containers"]
+    container |= {"env": [{"name": "DO_NOT_TRACK", "value": "1"}], "args": ["rheostat"]}  # as the worker fills them in
+    made.job_manifest["metadata"]["name"] = "train"  # the tool does not know generateName
     documents = [made.job_manifest]
     for name in ("kuberay.yaml", "kuberay-gpu.yaml"):
         spec = yaml.safe_load((DEPLOY / name).read_text())["spec"]
@@ -60,7 +64,7 @@ def test_the_packages_of_vllm_for_cuda_exist_and_are_all_that_each_of_them_needs
     pins = pins_path("vllm", "cuda")
     resolved = tmp_path / "resolved.txt"
     uv(
-        *("compile", pins, "--python-version", python, "--python-platform", "x86_64-manylinux_2_28"),
+        *("compile", pins, "--python-version", python, "--python-platform", GLIBC),
         *("--no-annotate", "--no-header", "--output-file", resolved),
     )
     assert read_pins(resolved) == read_pins(pins)
@@ -73,7 +77,7 @@ def test_the_packages_of_the_image_for_gpus_exist_for_its_python(tmp_path):
         "--python-version",
         "3.11",
         "--python-platform",
-        "x86_64-manylinux_2_28",
+        GLIBC,
         "--target",
         tmp_path,
     )
