@@ -44,14 +44,12 @@ def platform_here() -> Platform:
     Raises BadInput if the variable has another value.
     """
     chosen = os.environ.get(TORCH_VARIABLE, "")
-    if chosen == "cpu" or chosen == "cuda":
-        return chosen
-    if chosen:
+    if chosen not in ("", "cpu", "cuda"):
         raise BadInput(
             f"the environment variable {TORCH_VARIABLE} is {chosen!r}, but it must be 'cpu' or 'cuda'. Unset it to "
             "install the build for CUDA only on machines with an NVIDIA driver."
         )
-    return "cuda" if has_driver() else "cpu"
+    return "cuda" if chosen == "cuda" or (not chosen and has_driver()) else "cpu"
 
 
 def has_driver() -> bool:

@@ -21,8 +21,8 @@ from models.denoising.pipeline import FrozenParts, LatentDecoder
 from models.denoising.policy import load_merged_denoiser
 from models.denoising.samplers import deterministic, transition
 from models.denoising.steps import GenerationSetup
+from models.engines.device import choose_device
 from models.engines.protocol import Completion, Request, StepSums
-from models.modeling.device import choose_device
 from models.records.model_input import ModelInput
 from models.records.pictures import States
 from models.records.schemas import FinishReason

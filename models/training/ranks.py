@@ -18,7 +18,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
 from infra.pools.forks import THREADED_MODULES, hide_modules
-from models.modeling.device import choose_device
+from models.engines.device import choose_device
 from models.modeling.sequence_parallel import SequenceParallelGroup
 
 
@@ -47,6 +47,12 @@ class Ranks:
         """Index of this rank among the data-parallel ranks. The ranks of a sequence-parallel group have the same
         index."""
         return self.rank if self.sequence_parallel_group is None else self.rank // self.sequence_parallel_group.size
+
+    @property
+    def repeats_exactly(self) -> bool:
+        """Whether the same update gives the same bits each time. On GPUs it does not, since the default kernels of CUDA
+        add numbers in a varying order."""
+        return self.device.type == "cpu"
 
     @property
     def reports_metrics(self) -> bool:

@@ -1,19 +1,17 @@
 """Models that an update rank keeps in memory, and functions that publish new policy versions."""
 
 import logging
-import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from infra.errors import Damaged
 from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import Store
 from models.config.attention import Attention
@@ -35,9 +33,6 @@ from models.training.trainer import Forward, Moments, Trainer, frozen_forward
 from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
-NEAR: Final = 0.25
-"""Maximum distance between the weights of a committed update and those of its repetition, as a fraction of the distance
-that the update moved the weights."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -151,23 +146,11 @@ class ResidentTrainer:
             load_state(trainer, self._store, version.state, update=self._config, ranks=self._ranks)
         return trainer
 
-    def load_keeping_state(self, version: ModelVersion, *, start_weights: Sequence[Tensor]) -> Trainer:
-        """Return a trainer with the version's weights and the optimizer state that is now in memory. Raises Damaged if
-        the weights in memory differ too much from the version's. Collective: every rank must call this.
-
-        This is used after an update was repeated on other ranks, which reproduces the committed weights only
-        approximately. The limit is `NEAR` times the length of the update, which is measured from the weights
-        `start_weights`.
-        """
-        weights, moments = ([each.clone() for each in self.trainer.weights()], _copy_moments(self.trainer.moments()))
+    def load_keeping_moments(self, version: ModelVersion) -> Trainer:
+        """Return a trainer with the version's weights and the optimizer's moments that are now in memory. Used after an
+        update was repeated and gave the version's weights only approximately. Collective: every rank must call this."""
+        moments = _copy_moments(self.trainer.moments())
         trainer = self.load_with_fresh_optimizer(version)
-        off, length = (_compute_distance(trainer.weights(), reference) for reference in (weights, start_weights))
-        if any_rank(not off <= NEAR * length, self._ranks):
-            raise Damaged(
-                f"policy {version.version}: the update was repeated on another number of ranks, and the new weights "
-                f"differ from the stored ones by {off / length if length else math.inf:.0%} of the update's length, "
-                f"but only {NEAR:.0%} is allowed. Resume with the original pools.update_ranks"
-            )
         trainer.load_moments(moments)
         return trainer
 
@@ -201,29 +184,8 @@ class ResidentTrainer:
         return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
 
 
-def check_repeated_update(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
-    """Raise Damaged if repeating an iteration's update gave the version `found` instead of the committed version
-    `expected`."""
-    if found != expected:
-        raise Damaged(
-            f"iteration {iteration}: the update was computed again from its stored samples to restore the optimizer "
-            f"state, but the result is {_describe(found)} instead of the stored {_describe(expected)}. The samples, "
-            "the code or the libraries have changed. Use the versions with which the iteration was trained"
-        )
-
-
-def _describe(version: ModelVersion) -> str:
-    state = "" if version.state is None else f" with state {version.state.digest}"
-    return f"weights {version.digest}{state}"
-
-
 def _copy_moments(moments: Moments) -> Moments:
     return {name: value.detach().clone() for name, value in moments.items()}
-
-
-def _compute_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    squares = [float((a.float() - b.float()).square().sum()) for a, b in zip(one, other, strict=True)]
-    return math.sqrt(sum(squares))
 
 
 def _name(version: ModelVersion) -> tuple[int, str]:

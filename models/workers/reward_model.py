@@ -12,8 +12,8 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import ModelReward
 from models.data.problems import NO_ARGUMENTS, Message
+from models.engines.device import choose_device
 from models.engines.protocol import StepSums
-from models.modeling.device import choose_device
 from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
 from models.records.schemas import VERDICT_SCHEMA

@@ -29,6 +29,7 @@ from models.records.work import (
 )
 from models.training.auxiliary import build_endpoint_forward, build_model_forward, write_auxiliary_scores
 from models.training.ranks import join_ranks
+from models.training.repeats import Repeater
 from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import Forward, Trainer, frozen_forward
 from models.training.update_steps import (
@@ -42,7 +43,7 @@ from models.training.update_steps import (
     update_metrics,
     value_metrics,
 )
-from models.training.versions import LoadedModels, ResidentTrainer, check_repeated_update
+from models.training.versions import LoadedModels, ResidentTrainer
 from models.workers.offline import OfflineTrainer
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class UpdateWorker:
         self._denoising = denoising
         self._models: LoadedModels | None = None
         self._progress = 0
+        self._repeated = dict[str, float]()
+        """Metric of the updates that the current work unit had to repeat. Empty if it repeated none."""
 
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         """Join the other ranks before any work. If a rank is lost later, the group and its processes must be
@@ -124,6 +127,7 @@ class UpdateWorker:
         the background; they are stored when the next update ends. The next versions keep their parents' weights and
         state if there is no token to train on or a value is not finite. So does a policy that is not trained yet."""
         models, timer = self._require_models(), StageTimer()
+        self._repeated = {}
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
         steps = self._steps(work, samples)
@@ -145,6 +149,7 @@ class UpdateWorker:
             critic=critic,
             metrics={
                 **self._kl_coefficient(work),
+                **self._repeated,
                 **(
                     {}
                     if policy_steps_taken is None
@@ -284,22 +289,12 @@ class UpdateWorker:
     ) -> Trainer:
         """Return a trainer with the last of `versions` and its optimizer state. If it is not in memory, load the first
         of `versions` and repeat the updates after it with `learn`."""
-        trainer, states = resident.take_over(versions[-1]), self._require_models().states
+        trainer, models = resident.take_over(versions[-1]), self._require_models()
         if trainer is None:
-            trainer = resident.load(versions[0])
-            timer.end("load")
-            for update, expected in zip(work.past, versions[1:], strict=True):
-                logger.info("iteration %d: the update is computed again from its stored samples", update.iteration)
-                start_weights = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
-                learn(update, trainer)
-                version = resident.describe(versions[0], version=expected.version)
-                if work.was_moved:
-                    trainer = resident.load_keeping_state(expected, start_weights=start_weights)
-                    continue
-                if update.keeps_state:
-                    version = replace(version, state=states.begin(states.copy(trainer)))
-                check_repeated_update(version, expected, iteration=update.iteration)
-            timer.end("again")
+            repeater = Repeater(models.states, models.ranks)
+            trainer, difference = repeater.restore(resident, versions, work, learn=learn, timer=timer)
+            if difference is not None:
+                self._repeated["repeated_difference"] = max(difference, self._repeated.get("repeated_difference", 0.0))
         timer.end("load")
         return trainer
 
@@ -374,6 +369,7 @@ class UpdateWorker:
             critic=critic,
             metrics={
                 **self._kl_coefficient(work),
+                **self._repeated,
                 "quarantined": float(quarantined),
                 "steps": 0.0,
                 "samples": float(sum(shard.rows for shard in work.samples)),

@@ -65,7 +65,8 @@ def possibly_missing_states(manifests: Iterable[Manifest], *, relayout_iteration
 
     If the number of ranks changed at `relayout_iteration`, the last state before this iteration may be missing too. If
     that state was lost, the updates were repeated on a different number of ranks, and the new state has slightly
-    different values and another digest.
+    different values and another digest. The same holds before each update that repeated earlier updates on GPUs, which
+    its metric `repeated_difference` shows.
     """
     all_manifests = list(manifests)
     updates = {
@@ -74,9 +75,13 @@ def possibly_missing_states(manifests: Iterable[Manifest], *, relayout_iteration
         if manifest.key.startswith("it-") and manifest.key.endswith("/update")
     }
     states_by_version = {number: states for number, update in updates.items() if (states := states_of(update))}
-    before = max((number for number in states_by_version if number < relayout_iteration), default=0)
+    inexact = [number for number, update in updates.items() if "repeated_difference" in update.metrics]
+    before = [
+        max((number for number in states_by_version if number < limit), default=0)
+        for limit in (relayout_iteration, *inexact)
+    ]
     reverted = [StageKey.parse(each.key).iteration for each in all_manifests if _is_revert(each)]
-    uncertain = [*reverted, *([max(updates)] if updates else []), before]
+    uncertain = [*reverted, *([max(updates)] if updates else []), *before]
     return [state for number in uncertain for state in states_by_version.get(number, [])]
 
 

@@ -213,3 +213,18 @@ def _run_jobs(rank: int, ranks: int, port: int, uri: str, jobs: Mapping[str, Job
     listening = [link.laddr.ip for link in psutil.Process().net_connections() if link.status == psutil.CONN_LISTEN]
     assert set(listening) <= {"127.0.0.1", "::1"}, listening
     torch.save(found, Path(uri, f"outcomes-{rank}.pt"))
+
+
+def chain(
+    uri: str, policy: ModelVersion, updates: int, *, kept: Sequence[int] = ()
+) -> tuple[list[UpdateWork], list[Outcome]]:
+    """Run successive updates that keep the states of some versions. Return their work and outcomes."""
+    worker, works, outcomes = start_worker(uri), list[UpdateWork](), list[Outcome]()
+    for number in range(1, updates + 1):
+        version = outcomes[-1].model if outcomes else policy
+        asked = replace(
+            update_work(uri, version, reference=policy), total_iterations=updates, keeps_state=number in kept
+        )
+        works.append(asked)
+        outcomes.append(worker.update(asked))
+    return works, outcomes

@@ -11,11 +11,11 @@ import torch
 
 from models.config.context import usable_context
 from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.device import choose_device
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room, suppressed_tokens
-from models.modeling.device import choose_device
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import delete_bundle, fetch_bundle, has_bundle, publish_bundle
+from infra.errors import BadInput
+from infra.store.bundles import fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import open_store
 from models.config.data import FileData
 from models.config.objectives import NoKl, SequenceMean
@@ -28,6 +28,7 @@ from tests.support.update_workers import (
     LORA,
     UNCLIPPED,
     bytes_moved,
+    chain,
     change,
     distance,
     fetch_part,
@@ -82,19 +83,6 @@ def test_recomputing_layers_and_offloading_change_no_bit_of_an_update(uri, polic
         assert (zero.offload_param is not None) == (part == "parameters")
 
 
-def chain(uri, policy, updates, *, kept=()):
-    """Run successive updates that keep the states of some versions. Return their work and outcomes."""
-    worker, works, outcomes = start_worker(uri), [], []
-    for number in range(1, updates + 1):
-        version = outcomes[-1].model if outcomes else policy
-        asked = replace(
-            update_work(uri, version, reference=policy), total_iterations=updates, keeps_state=number in kept
-        )
-        works.append(asked)
-        outcomes.append(worker.update(asked))
-    return works, outcomes
-
-
 def test_an_update_writes_its_weights_once_reads_none_and_writes_its_state_later(uri, policy, monkeypatch):
     worker, write, may_write = start_worker(uri), StateWriter._write, threading.Event()
 
@@ -115,30 +103,6 @@ def test_an_update_writes_its_weights_once_reads_none_and_writes_its_state_later
 def test_each_state_is_stored_before_the_next_update_ends_and_the_last_state_with_its_update(uri, policy):
     _, outcomes = chain(uri, policy, 2, kept=(1, 2))
     assert all(has_bundle(open_store(f"{uri}/run"), outcome.model.state) for outcome in outcomes)
-
-
-def test_a_lost_optimizer_state_is_computed_again_and_stored(uri, policy):
-    works, outcomes = chain(uri, policy, 3, kept=(1, 2, 3))
-    store, lost = open_store(f"{uri}/run"), outcomes[1].model.state
-    delete_bundle(store, lost)
-    again = start_worker(uri).update(replace(works[2], past=(works[1],)))
-    assert (again.model, again.metrics) == (outcomes[2].model, outcomes[2].metrics)
-    assert has_bundle(store, lost)
-
-
-def test_updates_without_a_state_are_repeated_with_the_same_bits(uri, policy):
-    works, outcomes = chain(uri, policy, 4, kept=(1, 4))
-    assert [outcome.model.state is not None for outcome in outcomes] == [True, False, False, True]
-    for first in (1, 0):  # from the newest state, and from the first policy
-        again = start_worker(uri).update(replace(works[3], past=tuple(works[first:3])))
-        assert (again.model, again.metrics) == (outcomes[3].model, outcomes[3].metrics)
-
-
-def test_repeating_an_update_from_other_samples_is_damage_that_names_the_iteration(uri, policy):
-    works, _ = chain(uri, policy, 3, kept=(1,))
-    other = replace(works[1], samples=update_work(uri, policy, seed=9).samples)
-    with pytest.raises(Damaged, match=r"iteration 1: .* is weights .* instead of the stored weights"):
-        start_worker(uri).update(replace(works[2], past=(other,)))
 
 
 def test_an_optimizer_that_stepped_without_changing_the_weights_is_recognized_by_its_version(uri, policy):

@@ -10,7 +10,6 @@ import tomllib
 
 import pytest
 
-from flows.cli.app import main
 from infra.environments import gpus
 from infra.environments.find import DISTRIBUTIONS, Environment, check_environment_driver, pins_path
 from infra.environments.gpus import (
@@ -22,6 +21,7 @@ from infra.environments.gpus import (
     read_driver_version,
     visible_devices,
 )
+from infra.environments.install import install
 from infra.errors import BadInput
 from tests.support.jobs import ROOT
 
@@ -133,15 +133,13 @@ def test_a_driver_that_is_too_old_is_refused_with_its_version_before_anything_is
     monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
     if part == "install.sh":
         assert gpus.main() == 2
-    elif part == "engine install":
-        assert main(["engine", "install", "vllm"]) == 2
-        assert not (tmp_path / "engines").exists()
+        message = capsys.readouterr().err.removesuffix("\n")
     else:
         with pytest.raises(BadInput) as refused:
-            check_environment_driver(cuda_environment("2.13.0+cu130"))
-        sys.stderr.write(f"{refused.value}\n")
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
+            install("vllm") if part == "engine install" else check_environment_driver(cuda_environment("2.13.0+cu130"))
+        message = str(refused.value)
+    assert not (tmp_path / "engines").exists()
+    assert "\n" not in message
     assert all(word in message for word in (version, "CUDA 13.0", "580 or newer", "RHEOSTAT_TORCH=cpu", "cuda-compat"))
 
 
@@ -157,18 +155,14 @@ def cuda_environment(torch: str) -> Environment:
     return Environment(engine="vllm", python=sys.executable, platform="cuda", versions={"torch": torch})
 
 
-@pytest.mark.parametrize("arguments", [["--platform", "cuda"], []])
-def test_vllm_for_cuda_is_not_installed_with_a_python_that_its_packages_do_not_support(
-    machine, monkeypatch, tmp_path, capsys, arguments
-):
+def test_vllm_for_cuda_is_not_installed_with_a_python_that_its_packages_do_not_support(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("RHEOSTAT_TORCH", "cuda")
     monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
     python = tmp_path / "python3.13"
     python.write_text("#!/bin/sh\necho 3.13\n")
     python.chmod(0o755)
-    assert main(["engine", "install", "vllm", "--python", str(python), *arguments]) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in ("python3.13", "Python 3.13", "3.11 or 3.12", "--python"))
+    with pytest.raises(BadInput, match=r"python3\.13 is Python 3\.13, .* for Python 3\.11 or 3\.12\. .* --python"):
+        install("vllm", interpreter=python)
     assert not (tmp_path / "engines").exists()
 
 

@@ -7,9 +7,9 @@ from infra.environments import gpus
 from infra.errors import BadInput
 from models.config.engines import DiffusersEngine, TransformersEngine
 from models.config.judges import ModelReward
+from models.engines.device import choose_device
 from models.engines.image_generation import DiffusersImageEngine
 from models.engines.local.engine import HuggingFaceEngine
-from models.modeling.device import choose_device
 from models.training.ranks import join_ranks
 from models.workers.reward_model import RewardModelWorker
 

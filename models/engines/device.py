@@ -70,7 +70,7 @@ def _find_reason() -> str:
 def _read_cuda_error() -> str:
     """Return the first line of the error with which CUDA cannot start."""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     return "no error is reported"
