@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-models models-page test-smoke test-system test-gpu test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-models models-page test-smoke test-system test-gpu test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -18,6 +18,8 @@ $(VENV)/.dev: $(VENV)/.base
 $(VENV)/.docs: $(VENV)/.base
 	@infra/environments/install.sh $(VENV) docs
 	@touch $@
+
+install: $(VENV)/.base  ## install into .venv, and nothing else
 
 demo: $(VENV)/.base  ## run the main job on this machine
 	@$(BIN)/rheostat train configs/demo.toml $(ARGS)

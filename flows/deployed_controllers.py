@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
 from prefect.states import Cancelling
 
+from infra.counts import format_count
 from infra.errors import WorkerFailed, WorkerLost
 from tasks.run.keys import StageKey
 from tasks.run.open_run import OpenRun
@@ -129,8 +130,8 @@ class DeployedController:
                 lost_runs, progress = 1 if self._parts > progress else lost_runs + 1, self._parts
                 if lost_runs > max_lost:
                     raise WorkerLost(
-                        f"{lost}. The controller was lost {lost_runs} times in a row, more than pools.max_restarts "
-                        "allows. Start the run again to continue"
+                        f"{lost}. The controller was lost {format_count(lost_runs, 'time')} in a row, more than "
+                        "pools.max_restarts allows. Start the run again to continue"
                     ) from lost
                 logger.warning("%s. The controller was lost at attempt %d of %d.", lost, lost_runs, max_lost + 1)
 

@@ -29,7 +29,7 @@ async def rescore(request: Rescoring) -> None:
     """Score stored rollouts of a run again with other rewards, for the selected iterations. If the flow is started
     again, it only scores the missing iterations."""
     derived = DerivedResult("rescore", request.name)
-    async with reopen_run(request.config) as open_run:
+    async with reopen_run(request.config, has_new_rewards=True) as open_run:
         await begin_rescoring(open_run, derived)
         remaining = await find_remaining_iterations(open_run, derived, request.iterations)
         if not remaining:

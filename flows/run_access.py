@@ -14,7 +14,6 @@ from typing import Final, cast
 from prefect import tags
 from prefect.blocks.system import Secret
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment
 from prefect.states import Crashed
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -34,12 +33,12 @@ from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
 from tasks.events import emit_of_run
 from tasks.placement.stage import place_single_role
-from tasks.preparation import check_inputs
+from tasks.preparation import check_inputs, check_rewards
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
 from tasks.run.hub_inputs import fetch_hub_inputs
 from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
-from tasks.run.preflight import with_data_sized_defaults, with_recorded_defaults
+from tasks.run.preflight import is_checked, with_data_sized_defaults, with_recorded_defaults
 from tasks.run.stages import commit_pending_results, tag_tasks
 from tasks.run.work_queue import Shards
 
@@ -69,7 +68,7 @@ async def lock_run(
     await _prepare_process()
     with tags(config.name, *config.tags):
         config = with_recorded_defaults(config)
-        if deployment.id is not None:  # the command line has already checked the inputs
+        if not is_checked():  # the command line checks the inputs before it starts a flow
             result = await check_inputs(config)
             config, adaptations = with_data_sized_defaults(config, result.facts)
             for line in (*result.notes, *adaptations):
@@ -117,15 +116,18 @@ def _report_run(open_run: OpenRun) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
+async def reopen_run(config: RunConfig, *, has_new_rewards: bool = False) -> AsyncIterator[OpenRun]:
     """Lock an existing run and open it with the settings in `config`, to compute new scores or advantages from its
     stored rollouts. The configuration that is stored with the run does not change. Yields the open run.
 
-    Raises RunLocked if another process holds the run.
+    Set `has_new_rewards` if the rewards in `config` were not checked when the run began. Raises BadInput if a new
+    reward cannot be computed, and RunLocked if another process holds the run.
     """
     await _prepare_process()
     run = open_stored_run(config.store, config.name)
     with tags(config.name), run.lock():
+        if has_new_rewards and not is_checked():
+            await check_rewards(config)
         async with open_with_workers(run, config, store=config.store) as open_run:
             yield open_run
 

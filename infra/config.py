@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, cast, get_args
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,8 +22,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema, to_jsonable_python
+from pydantic_core import CoreSchema, core_schema, to_jsonable_python
 
+from infra.booleans import refuse_booleans
 from infra.errors import BadInput
 from infra.renamed import (
     RenamedFrom,
@@ -146,23 +147,6 @@ def _title(model: type[BaseModel]) -> str:
     return f"{', '.join(get_args(kind.annotation))}: {what.replace('`', '')}"
 
 
-def _refuse_boolean_as_integer(value: object) -> object:
-    if isinstance(value, bool):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _refuse_boolean_as_float(value: object) -> object:
-    if isinstance(value, bool):
-        raise PydanticKnownError("float_type")
-    return value
-
-
-_BEFORE: Final = {"int": _refuse_boolean_as_integer, "float": _refuse_boolean_as_float}
-_WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "choices", "fields")
-"""Keys of a pydantic core schema whose values are or contain other core schemas."""
-
-
 @dataclass(frozen=True, slots=True)
 class _ReadOlder:
     """Pydantic validation step that runs before the fields of a model are validated. It replaces old names of keys and
@@ -190,25 +174,6 @@ class _ReadOlder:
         return schema | {"schema": core_schema.with_info_before_validator_function(self, inner)}
 
 
-def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Return a copy of a model's pydantic core schema in which every number refuses booleans. Nested models are not
-    changed, because they have their own checks."""
-    if isinstance(schema, list | tuple):
-        return type(schema)(_without_booleans(each, model) for each in schema)
-    if not isinstance(schema, dict):
-        return schema
-    kind = schema.get("type")
-    if kind is None:  # fields or choices by name
-        return {name: _without_booleans(each, model) for name, each in schema.items()}
-    if kind == "function-before" and schema["function"]["function"] in _BEFORE.values():
-        return schema  # pydantic reuses a schema that already has the check
-    if kind in _BEFORE:
-        return core_schema.no_info_before_validator_function(_BEFORE[kind], cast(CoreSchema, schema))
-    if kind == "model" and schema["cls"] is not model:
-        return schema
-    return schema | {key: _without_booleans(schema[key], model) for key in _WITHIN if key in schema}
-
-
 class Settings(BaseModel):
     """Base class of all settings. Settings are immutable, unknown keys are errors, and booleans are not accepted as
     numbers.
@@ -229,7 +194,7 @@ class Settings(BaseModel):
         """Return the core schema with checks that refuse booleans as numbers, as pydantic does in strict mode."""
         schema = handler(source)
         whole: dict[str, Any] = handler.resolve_ref_schema(schema)  # type: ignore[assignment]
-        whole.update(_without_booleans(whole, cls))
+        whole.update(refuse_booleans(whole, cls))
         marks = {name: mark for name, field in cls.model_fields.items() if (mark := since_of(field)) is not None}
         renames = find_renames(cls)
         if (marks or renames) and source is cls:

@@ -7,6 +7,7 @@ the other reward models, which get slots in rounds. In each round, the models wi
 
 from collections.abc import Mapping
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from placement.records import Plan, PlanInputs
@@ -94,7 +95,7 @@ def assign_replicas(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapp
     _check_terms(slots, fixed)
     needed = count_min_slots(slots, fixed=fixed)
     if needed > scoring_slots:
-        needs = f"{_describe_replicas(slots, fixed)} need {needed} worker slots"
+        needs = f"{_describe_replicas(slots, fixed)} need {format_count(needed, 'worker slot')}"
         raise BadInput(
             f"{needs}, but only {scoring_slots} are available for scoring. Increase pools.workers, or lower "
             "placement.replicas."
@@ -126,4 +127,6 @@ def _check_terms(slots: Mapping[str, int], fixed: Mapping[str, int]) -> None:
 
 
 def _describe_replicas(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:
-    return " and ".join(f"{fixed.get(term, 1)} × {term!r} of {size} slots" for term, size in slots.items())
+    return " and ".join(
+        f"{fixed.get(term, 1)} × {term!r} of {format_count(size, 'slot')}" for term, size in slots.items()
+    )

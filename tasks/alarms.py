@@ -7,6 +7,7 @@ alarm ends the run is decided for its newest iteration, by the alarms in the cur
 
 from collections.abc import Iterator
 
+from infra.counts import format_count
 from infra.errors import AlarmStopped
 from tasks.events import emit_of_run
 from tasks.run.iteration import Iteration
@@ -80,6 +81,7 @@ def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
         name, times = alarm.label, revert_alarms.count(alarm.label)
         if name == revert_alarms[-1] and times > alarm.max_reverts:
             yield (
-                f"alarm {name!r} reverted the run to an earlier policy {times} times, more than its max_reverts "
-                f"allows. To continue, set max_reverts of the alarm to {times}, then run the same command again."
+                f"alarm {name!r} reverted the run to an earlier policy {format_count(times, 'time')}, more than its "
+                f"max_reverts allows. To continue, set max_reverts of the alarm to {times}, then run the same command "
+                "again."
             )

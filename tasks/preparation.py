@@ -7,6 +7,7 @@ checked too.
 import logging
 from typing import Final
 
+from infra.counts import format_count
 from infra.store.manifests import Manifest
 from models.config.checks import CheckResult
 from models.config.environments import DialogueEnvironment
@@ -96,6 +97,13 @@ async def check_inputs(config: RunConfig) -> CheckResult:
     return await preflight(config)
 
 
+@stage("check rewards")
+async def check_rewards(config: RunConfig) -> CheckResult:
+    """Run the part of the preflight check that concerns rewards, before stored rollouts are scored again. Raises
+    BadInput if a reward cannot be computed."""
+    return await preflight(config, part="scoring")
+
+
 async def prepare_policy_and_prompts(open_run: OpenRun) -> None:
     """Store everything that generation needs: the policy, the prompts of both splits, and the simulated user of
     dialogues if the run hosts its model."""
@@ -156,7 +164,7 @@ async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
         dpo=settings.dpo,
         seed=settings.seed,
     )
-    course = f"{settings.dpo.steps} steps of {settings.dpo.batch_size} pairs"
+    course = f"{format_count(settings.dpo.steps, 'step')} of {format_count(settings.dpo.batch_size, 'pair')}"
     return await _train_and_log(open_run, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
 
 
@@ -194,7 +202,9 @@ def describe_losses(trained: Manifest) -> str:
     heldout = ""
     if "heldout_accuracy" in metrics:
         right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
-        heldout = f"; accuracy {right:.3f} on {count:.0f} held-out pairs, margin {metrics['heldout_margin']:.2f}"
+        heldout = (
+            f"; accuracy {right:.3f} on {format_count(count, 'held-out pair')}, margin {metrics['heldout_margin']:.2f}"
+        )
     elif "heldout_loss" in metrics:
         heldout = f"; loss on {metrics['heldout_chats']:,.0f} held-out chats {metrics['heldout_loss_first']:.3f} before"
         heldout += f", {metrics['heldout_loss']:.3f} after"
@@ -211,7 +221,7 @@ def losses_of(trained: Manifest) -> list[float]:
 @stage("{term}", retries=2)
 async def make_reward_model(open_run: OpenRun, term: str, prefix: str = "") -> Manifest:
     """Store the model with which a judge or reward model starts: built, copied, or the run's initial policy.
-    `prefix` is set if the rewards are computed again for an existing run (re-scoring)."""
+    `prefix` is set if the rewards are computed again for an existing run (rescoring)."""
     settings = open_run.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, is_base=True).with_prefix(prefix)
     if reward.model.begins_as_policy:
@@ -257,5 +267,5 @@ async def train_user(open_run: OpenRun, dialogue: DialogueEnvironment, base: Man
         return commit_decision(open_run, USER, parents=[base], bundles=base.bundles, detail={"version": 0})
     user = policy_of(base)
     work = UserWarmupWork(user=user, environment=dialogue, data=settings.data, warmup=warmup, seed=settings.seed)
-    course = f"{warmup.steps} steps of {warmup.batch_size} examples"
+    course = f"{format_count(warmup.steps, 'step')} of {format_count(warmup.batch_size, 'example')}"
     return await _train_and_log(open_run, USER, "user", course=course, method="warm_user", work=work, parents=[base])

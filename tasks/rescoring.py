@@ -1,4 +1,4 @@
-"""Re-scoring and re-credit of stored rollouts: compute new scores with other rewards, or new advantages with another
+"""Rescoring and recredit of stored rollouts: compute new scores with other rewards, or new advantages with another
 algorithm.
 
 Nothing is generated or trained, and stored results stay unchanged.
@@ -25,6 +25,7 @@ from tasks.run.rescorings import (
     RecreditTerms,
     RescoringTerms,
     check_terms,
+    link_completed_iterations,
     recorded_terms,
     rescored_batches,
     rescored_shards,
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @stage("begin {derived.name}")
 async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
-    """Store the rewards with which stored rollouts are scored again. Raises RunChanged if a re-scoring of this name was
+    """Store the rewards with which stored rollouts are scored again. Raises RunChanged if a rescoring of this name was
     begun with other rewards or other code."""
     scoring = open_run.settings.scoring
     _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
@@ -48,7 +49,7 @@ async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
 @stage("begin {derived.name}")
 async def begin_recredit(open_run: OpenRun, derived: DerivedResult, scores: str | None) -> None:
     """Store the algorithm, and the source of the scores, with which advantages are computed again. Raises RunChanged if
-    a re-credit of this name was begun with another algorithm, other scores or other code."""
+    a recredit of this name was begun with another algorithm, other scores or other code."""
     algorithm = open_run.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
     _commit_terms(open_run, derived, terms, recredit_dependencies(algorithm))
@@ -65,7 +66,9 @@ def _commit_terms(
 async def find_remaining_iterations(
     open_run: OpenRun, derived: DerivedResult, numbers: tuple[int, ...]
 ) -> list[Iteration]:
-    """Return the iterations among `numbers` for which new scores or advantages are not complete yet."""
+    """Return the iterations among `numbers` for which new scores or advantages are not complete yet. Completed
+    iterations that are not in the chain yet are appended, for example after the process was killed."""
+    link_completed_iterations(open_run.run, derived)
     done = sealed_numbers(open_run.run, derived)
     return [Iteration(open_run.run, number) for number in numbers if number not in done]
 
@@ -129,6 +132,7 @@ async def seal_rescoring(
         metrics=metrics,
         provenance=controller_provenance(seconds={"total": time.monotonic() - start_time}),
     )
+    link_completed_iterations(open_run.run, derived)
     logger.info(
         "iteration %3d  reward %s  stored reward %s  changed %.1f%%  missing %d  %.1fs",
         iteration.number,
@@ -147,7 +151,7 @@ async def recompute_credit(
 ) -> Manifest:
     """Compute training samples with new advantages from an iteration's stored rollouts, with the configured algorithm.
 
-    `scores` names the re-scoring whose scores are used. None uses the run's own scores.
+    `scores` names the rescoring whose scores are used. None uses the run's own scores.
     """
     dynamic = open_run.settings.rollout.dynamic
     if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may leave fewer informative groups
@@ -184,6 +188,7 @@ async def seal_recredit(
         metrics=metrics,
         provenance=controller_provenance(seconds={"total": elapsed}),
     )
+    link_completed_iterations(open_run.run, derived)
     logger.info(
         "iteration %3d  samples %d  informative groups %d  mean |advantage| %s  correlation %s  %.1fs",
         iteration.number,

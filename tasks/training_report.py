@@ -1,6 +1,7 @@
 """Results of training on data (SFT, DPO, reward models) for users: losses, held-out data and held-out accuracy."""
 
 from infra.config import Settings
+from infra.counts import format_count
 from infra.store.manifests import Manifest
 from models.records.versions import directory_of
 from tasks.preparation import losses_of
@@ -39,12 +40,14 @@ class TrainedModel(Settings):
     def line(self) -> str:
         """Describe the losses, the duration and the accuracy on pairs in one line for the terminal."""
         pairs = (
-            "" if self.pair_accuracy is None else f", accuracy {self.pair_accuracy:.3f} on {self.pairs} held-out pairs"
+            ""
+            if self.pair_accuracy is None
+            else f", accuracy {self.pair_accuracy:.3f} on {format_count(self.pairs, 'held-out pair')}"
         )
         chats = ""
         if self.heldout_loss is not None and self.heldout_loss_first is not None:
             losses = f"{self.heldout_loss_first:.3f} to {self.heldout_loss:.3f}"
-            chats = f", loss {losses} on {self.heldout_chats} held-out chats"
+            chats = f", loss {losses} on {format_count(self.heldout_chats, 'held-out chat')}"
         return f"{self.name}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} in {self.seconds:.0f} s{pairs}{chats}"
 
 

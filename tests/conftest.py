@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there: no te
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
+from infra.plugins import PACKAGES  # noqa: E402
 from tests.support.jobs import prefect_server  # noqa: E402
+from tests.support.processes import preload_no_training  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,17 @@ def same_environment() -> Iterator[None]:
     """Restore the environment variables that a test sets, such as those of a command run in this process."""
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def same_loggers() -> Iterator[None]:
+    """Restore the loggers of Rheostat's packages, to which a command run in this process attaches its own handlers."""
+    loggers = [logging.getLogger(package) for package in PACKAGES]
+    before = [(logger, logger.propagate, logger.level, [*logger.handlers]) for logger in loggers]
+    yield
+    for logger, propagates, level, handlers in before:
+        logger.propagate, logger.handlers = propagates, handlers
+        logger.setLevel(level)
 
 
 @pytest.fixture
@@ -164,12 +178,27 @@ def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
     return None if f"mark.{asked[1]}" in text else True
 
 
+def pytest_configure(config) -> None:
+    """Let no process of the tests compile models, except in tests of vLLM and on GPUs.
+
+    If torch may compile, importing peft also imports torch's compiler because bitsandbytes compiles functions when it
+    is imported. This takes 2 CPU seconds in each process.
+    """
+    if not re.match("vllm|gpu", config.getoption("markexpr")):
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
 DEFAULT_THRESHOLDS = gc.get_threshold()
 gc.set_threshold(50_000, 20, 50)  # collection makes millions of objects that stay
 
 
-def pytest_collection_finish() -> None:
-    """Exclude imported and collected objects from later garbage collections, each of which took 0.4 s."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude imported and collected objects from later garbage collections, each of which took 0.4 s.
+
+    Only system tests train in processes of their own, so the other tests need no fork server with training libraries.
+    """
+    if not any(item.get_closest_marker("system") for item in session.items):
+        preload_no_training()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*DEFAULT_THRESHOLDS)

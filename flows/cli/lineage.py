@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Store
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.terminal import Json, write
 
@@ -140,7 +141,7 @@ def _build_run(run: "TracedRun", *, everything: bool) -> Tree:
     below += [(_describe_manifest(each), []) for each in first]
     below += [_build_iteration(run, number) for number in run.iterations] if everything else _count_iterations(run)
     below += [(f"deletions: {line}", []) for line in _describe_deletions(run)]
-    return f"run {run.name}: policy {run.policy[:SHORT]} after {len(run.iterations)} iterations", below
+    return f"run {run.name}: policy {run.policy[:SHORT]} after {format_count(len(run.iterations), 'iteration')}", below
 
 
 def _shorten_version(version: str) -> str:

@@ -9,11 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
+from infra.counts import format_count
 from infra.terminal import console, wrap_text
 from infra.untrusted_text import make_visible
 
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from tasks.views.metrics import IterationReport
-    from tasks.views.run_progress import ProgressReader, RunProgress
+    from tasks.views.run_progress import Activity, ProgressReader, RunProgress
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
 """Interval in seconds between two reads of a remote store. It is longer than for a local store, because each read takes
 several requests."""
+SILENT_SECONDS: Final = 30.0
+"""Time in seconds without output after which a line about the current activity is printed, if there is no terminal."""
 CHECKING: Final = "checking the configuration, the data and the policy"
 STARTING: Final = "starting workers and Prefect's server"
 BAR: Final = 28
@@ -41,7 +46,8 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
     terminal = console()
     if as_json or verbosity != "normal" or not terminal.is_terminal or terminal.is_dumb_terminal:
         log_progress(quiet=as_json, verbosity=verbosity)
-        yield
+        with _report_long_work(store, name, iterations) if verbosity != "quiet" and not as_json else nullcontext():
+            yield
         return
     from tasks.views.run_progress import ProgressReader
 
@@ -55,6 +61,73 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
         finally:
             page.end()
             detach_handler(lines)
+
+
+@contextmanager
+def _report_long_work(store: str, name: str, iterations: int) -> Iterator[None]:
+    """Run the block, and log one line about the current activity of the run whenever nothing else was logged for
+    `SILENT_SECONDS`."""
+    from tasks.views.run_progress import ProgressReader
+
+    reporter = _LongWork(ProgressReader(store, name, iterations))
+    attach_handler(reporter.last_line)
+    reporter.start()
+    try:
+        yield
+    finally:
+        reporter.end()
+        detach_handler(reporter.last_line)
+
+
+class _LastLine(logging.Handler):
+    """Logging handler that remembers when the latest line was printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember the current time, unless the record comes from a worker, whose records are not printed."""
+        if not record.name.startswith("models."):
+            self.moment = time.monotonic()
+
+
+class _LongWork(threading.Thread):
+    """Thread that logs the progress of long work, such as a warm-up, if the output is no terminal."""
+
+    def __init__(self, reader: "ProgressReader") -> None:
+        super().__init__(name="progress lines", daemon=True)
+        self._reader, self._ended = reader, threading.Event()
+        self.last_line = _LastLine()
+
+    def run(self) -> None:
+        """Log the current activity after each silence. A failed read of the store is ignored."""
+        while not self._ended.wait(LOOK_SECONDS):
+            if time.monotonic() - self.last_line.moment < SILENT_SECONDS:
+                continue
+            try:
+                line = describe_activity(self._reader.read_progress().activity)
+            except Exception:  # no run yet, or an unreachable store: reporting must not end a run
+                line = ""
+            self.last_line.moment = time.monotonic()
+            if line:
+                logger.info("%s", line)
+
+    def end(self) -> None:
+        """Stop the thread, and wait briefly for its end."""
+        self._ended.set()
+        self.join(timeout=LOOK_SECONDS)
+
+
+def describe_activity(activity: "Activity") -> str:
+    """Return one line about the current activity of a run, such as "warm-up: 300 of 1,200 steps  loss 0.412"."""
+    details = _describe_details(activity)
+    return make_visible(f"{activity.description}: {details}" if details else activity.description)
+
+
+def _describe_details(activity: "Activity") -> str:
+    progress = f"{activity.done:,} of {activity.total:,} {activity.unit}" if activity.total else ""
+    return "  ".join(filter(None, (progress, activity.note)))
 
 
 @contextmanager
@@ -146,12 +219,11 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
         bar,
         Text(f"{sealed}{f' of {total}' if total else ''} iterations  {_format_duration(seconds)}{eta}"),
     )
-    progress = f"{activity.done:,} of {activity.total:,} {activity.unit}" if activity.total else ""
     steps = ProgressBar(total=activity.total, completed=activity.done, width=BAR) if activity.total else Text("")
     page.add_row(
         Text(make_visible(activity.description)),
         steps,
-        Text(make_visible("  ".join(filter(None, (progress, activity.note))))),
+        Text(make_visible(_describe_details(activity))),
     )
     if status.reports:
         page.add_row(
@@ -218,7 +290,9 @@ def _follow_until_end(watcher: "ProgressReader", terminal: "Console", live: "Liv
     while True:
         status = watcher.read_progress()
         for accuracy in status.evaluations[evaluations:]:
-            print_line(terminal, f"held-out accuracy after {accuracy.number} iterations: {accuracy.line()}")
+            print_line(
+                terminal, f"held-out accuracy after {format_count(accuracy.number, 'iteration')}: {accuracy.line()}"
+            )
         for report in status.reports[iterations:]:
             print_line(terminal, report.line(status.iterations or report.iteration))
             for warning in report.warnings.values():

@@ -58,7 +58,7 @@ Named = Annotated[str | None, Parameter(metavar="NAME", show_default="from the c
 StoredIn = Annotated[str | None, Parameter(show_default="from the configuration", help="store with the runs")]
 Scores = Annotated[
     str | None,
-    Parameter(metavar="NAME", show_default="the run's own scores", help="name of a re-scoring whose scores are used"),
+    Parameter(metavar="NAME", show_default="the run's own scores", help="name of a rescoring whose scores are used"),
 ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from infra.costs import Cost, total
+from infra.counts import format_count
 from infra.store.tombstones import WHOLE_RUN, Tombstone
 from infra.terminal import WIDTH, fit_text, table
 from infra.untrusted_text import make_visible
@@ -182,7 +183,7 @@ def rollout_text(sample: RolloutPreview) -> str:
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"
     answer = f", answer {_last_line(sample.answer)}" if sample.answer else ""
-    tokens = "1 token" if sample.tokens == 1 else f"{sample.tokens} tokens"
+    tokens = format_count(sample.tokens, "token")
     head = (
         f"--- iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, "
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
@@ -198,8 +199,11 @@ def _describe_image(image: ShownImage) -> str:
 
 def _describe_turn(number: int, turn: TurnRecord) -> str:
     """Describe a turn of an episode in one line: tokens, tool calls, reward and failure."""
-    parts = [f"{turn.tokens} tokens generated", f"{turn.observation} tokens of observation"]
-    parts += [f"{turn.calls} calls ({turn.errors} could not be parsed)"] if turn.calls else []
+    parts = [
+        f"{format_count(turn.tokens, 'token')} generated",
+        f"{format_count(turn.observation, 'token')} of observation",
+    ]
+    parts += [f"{format_count(turn.calls, 'call')} ({turn.errors} could not be parsed)"] if turn.calls else []
     parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
     parts += [f"failed: {turn.error}"] if turn.error is not None else []
     return f"turn {number}: {', '.join(parts)}\n"
@@ -228,7 +232,7 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
-        what = f"{len(same)} shards rewritten" if is_replaced else f"deleted {_describe_parts(same)}"
+        what = f"{format_count(len(same), 'shard')} rewritten" if is_replaced else f"deleted {_describe_parts(same)}"
         lines.append(f"{what} by {why} (last by {max(same, key=lambda stone: stone.when).who})")
     return lines
 

@@ -8,6 +8,7 @@ from typing import Final
 import psutil
 
 from infra.config import PoolsConfig, Settings
+from infra.counts import format_count
 from infra.environments.gpus import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
@@ -61,8 +62,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "run": f"{config.name} in {open_store(config.store).uri.removeprefix('file://')}",
         "state": "new" if run is None else f"continues after iteration {sealed}",
         "iterations": f"{config.iterations}, {remaining} remaining",
-        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in "
-        f"{_format_count(shards, 'shard')} (data files of up to {rollout.shard_prompts} prompts)"
+        "each": f"{format_count(prompts, 'prompt')} x {rollout.group_size} = {format_count(completions, 'completion')} "
+        f"in {format_count(shards, 'shard')} (data files of up to {format_count(rollout.shard_prompts, 'prompt')})"
         f"{_describe_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
         + _describe_dropped({**_find_dropped(facts, "dropped/"), "too_long": facts["too_long"]}),
@@ -75,20 +76,20 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         **_describe_warmup(config, facts),
         **_describe_preferences(config, facts),
         "optimizer steps": f"{steps} per iteration, {remaining * steps:,} remaining",
-        "evaluations": f"{_describe_evaluations(config)}, {config.evaluation.problems:,} problems each"
+        "evaluations": f"{_describe_evaluations(config)}, {format_count(config.evaluation.problems, 'problem')} each"
         f"{_describe_samples(config)}",
         "controllers": _describe_controllers(config),
         "worker slots": f"{_describe_slots(pools)}{_describe_sharing(config)}",
-        "rollout": f"at most {_format_count(pools.workers.max, 'worker')} with {_format_memory(facts, 'rollout')} each",
+        "rollout": f"at most {format_count(pools.workers.max, 'worker')} with {_format_memory(facts, 'rollout')} each",
         "engine": rollout.engine.describe(pools),
         **{f"judge {term}": _describe_judge(config, term, facts) for term in config.scoring.model_rewards},
-        "scoring": _format_count(pools.scoring_workers, "worker"),
+        "scoring": format_count(pools.scoring_workers, "worker"),
         **(
             {}
             if config.algorithm.distillation is None
             else {"teacher": _describe_teacher(config.algorithm.distillation, facts)}
         ),
-        "update": f"{_format_count(pools.update_ranks, 'rank')} with {_format_update_memory(config, facts)} each, "
+        "update": f"{format_count(pools.update_ranks, 'rank')} with {_format_update_memory(config, facts)} each, "
         f"ZeRO {update.zero_stage}, {update.dtype}"
         + (f", sequence-parallel groups of {update.sequence_parallel}" if update.sequence_parallel > 1 else ""),
         "threads": f"{pools.threads} per worker",
@@ -145,9 +146,10 @@ def _describe_controllers(config: RunConfig) -> str:
 def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
     prompt, denoising = f"{facts['longest_prompt_tokens']:,.0f}", config.rollout.denoising
     if denoising is None:
-        return f"{prompt} prompt + {config.rollout.sampling.max_new_tokens} new tokens"
+        return f"{prompt} prompt + {format_count(config.rollout.sampling.max_new_tokens, 'new token')}"
     trained = "all with noise" if denoising.window is None else str(denoising.window.size)
-    return f"a prompt of {prompt} bytes; {denoising.steps} denoising steps, of which {trained} are trained on"
+    steps = format_count(denoising.steps, "denoising step")
+    return f"a prompt of {prompt} bytes; {steps}, of which {trained} are trained on"
 
 
 def _describe_images(config: RunConfig, facts: Mapping[str, float], group: str) -> dict[str, str]:
@@ -164,19 +166,19 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
     if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
         yield (
-            f"The pools need {_format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "
+            f"The pools need {format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "
             f"pools.gpus_per_update_rank), but this machine has {available_gpus}. The run could not start here. Lower "
             "these settings, or set pools.ray_address to a cluster with enough GPUs."
         )
     if minibatches > prompts:
         yield (
-            f"update.minibatches is {minibatches}, but an iteration has {_format_count(prompts, 'prompt')}, so it "
-            f"takes {_format_count(prompts, 'optimizer step')}. For more steps, raise rollout.prompts."
+            f"update.minibatches is {minibatches}, but an iteration has {format_count(prompts, 'prompt')}, so it "
+            f"takes {format_count(prompts, 'optimizer step')}. For more steps, raise rollout.prompts."
         )
     step = prompts * config.rollout.group_size // min(minibatches, prompts)
     if pools.update_ranks > step * config.update.sequence_parallel:
         yield (
-            f"pools.update_ranks is {pools.update_ranks}, but an optimizer step has {_format_count(step, 'completion')}"
+            f"pools.update_ranks is {pools.update_ranks}, but an optimizer step has {format_count(step, 'completion')}"
             ", so some ranks are idle. Lower pools.update_ranks or update.minibatches, or raise rollout.prompts."
         )
     yield from list_data_notes(config, facts)
@@ -245,14 +247,14 @@ def _describe_adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, s
 
 def _describe_warmup(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if config.warmup is None or config.warmup.chats is None:
-        return {"warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps"}
+        return {"warm-up": "none" if config.warmup is None else format_count(config.warmup.steps, "step")}
     dropped = facts["too_long_chats"]
     chats = (
         f"{facts['chats']:,.0f} training, {facts['heldout_chats']:,.0f} held out; an epoch has "
         f"{facts['chat_tokens']:,.0f} tokens, of which {facts['trained_chat_tokens']:,.0f} are trained"
     )
     return {
-        "warm-up": f"{config.warmup.describe()} ({facts['chat_steps']:,.0f} steps in all)",
+        "warm-up": f"{config.warmup.describe()} ({format_count(facts['chat_steps'], 'step')} in all)",
         "chats": chats + (f"; {dropped:,.0f} left out because they are too long" if dropped else ""),
     }
 
@@ -260,9 +262,16 @@ def _describe_warmup(config: RunConfig, facts: dict[str, float]) -> dict[str, st
 def _describe_preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if config.preferences is None:
         return {}
-    dpo = {} if config.dpo is None else {"DPO": f"{config.dpo.steps:,} steps of {config.dpo.batch_size} pairs"}
+    dpo = (
+        {}
+        if config.dpo is None
+        else {"DPO": f"{format_count(config.dpo.steps, 'step')} of {format_count(config.dpo.batch_size, 'pair')}"}
+    )
     dropped = _describe_dropped(_find_dropped(facts, "dropped_pairs/"))
-    return {"preferences": f"{facts['train_pairs']:,.0f} pairs, {facts['heldout_pairs']:,.0f} held out{dropped}", **dpo}
+    return {
+        "preferences": f"{format_count(facts['train_pairs'], 'pair')}, {facts['heldout_pairs']:,.0f} held out{dropped}",
+        **dpo,
+    }
 
 
 DROPPED: Final = {
@@ -285,7 +294,7 @@ def _describe_dropped(dropped: Mapping[str, float]) -> str:
 
 def _describe_evaluations(config: RunConfig) -> str:
     every = config.evaluation.every
-    return "at the start and the end" + (f", every {every} iterations" if every else "")
+    return "at the start and the end" + (f", every {format_count(every, 'iteration')}" if every else "")
 
 
 def _describe_samples(config: RunConfig) -> str:
@@ -296,7 +305,9 @@ def _describe_samples(config: RunConfig) -> str:
 def _describe_waves(config: RunConfig) -> str:
     dynamic, partial = config.rollout.dynamic, config.rollout.partial
     waves = "" if dynamic is None else f", in up to {1 + dynamic.max_extra_waves} waves until enough are informative"
-    return waves + ("" if partial is None else f", at most {partial.tokens} new tokens of each per iteration")
+    return waves + (
+        "" if partial is None else f", at most {format_count(partial.tokens, 'new token')} of each per iteration"
+    )
 
 
 def _describe_slots(pools: PoolsConfig) -> str:
@@ -316,9 +327,9 @@ def _describe_judge(config: RunConfig, term: str, facts: dict[str, float]) -> st
     reward = config.scoring.model_rewards[term]
     size = f"{facts[f'{term}_parameters']:,.0f} parameters, " if f"{term}_parameters" in facts else ""
     if reward.kind == "model":
-        return f"{size}{_format_count(reward.slots, 'slot')} each"
-    answers = f"{_format_count(reward.votes, 'vote')} by {reward.verdict.kind}"
-    where = f"{_format_count(reward.slots, 'slot')} each" if reward.endpoint is None else reward.endpoint.base_url
+        return f"{size}{format_count(reward.slots, 'slot')} each"
+    answers = f"{format_count(reward.votes, 'vote')} by {reward.verdict.kind}"
+    where = f"{format_count(reward.slots, 'slot')} each" if reward.endpoint is None else reward.endpoint.base_url
     return f"{size}{reward.model.kind}, {answers}, {where}"
 
 
@@ -328,10 +339,6 @@ def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> st
         return f"endpoint, {endpoint.base_url}"
     assert directory is not None, "a teacher is here or elsewhere"
     return f"{facts['teacher_parameters']:,.0f} parameters, {format_path(directory.path)}, on every update rank"
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from flows.cli.prefect_api import prefect_api, run_flow
 from infra.config import PoolsConfig, read_recorded
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import register_target_folder
 from infra.store.dependencies import check_dependencies, recorded_config
@@ -33,7 +34,7 @@ from tasks.run.batch import check_rollouts_kept, iterations_with_rollouts
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.iteration import carry_over_before
 from tasks.run.keys import StageKey
-from tasks.run.preflight import preflight
+from tasks.run.preflight import mark_as_checked, preflight
 from tasks.run.rescorings import (
     DerivedResult,
     Recredit,
@@ -77,8 +78,8 @@ def request_rescoring(
     )
     if slots > workers:
         raise BadInput(
-            f"pools.workers is {workers}, but the new reward models need at least {slots} worker slots. Raise it, "
-            f"such as with pools.workers={slots}."
+            f"pools.workers is {workers}, but the new reward models need at least "
+            f"{format_count(slots, 'worker slot')}. Raise it, such as with pools.workers={slots}."
         )
     for term in terms.scoring.trained_reward_models:
         if config.preferences is None:
@@ -116,7 +117,7 @@ def request_recredit(
     config = stored_configuration(run, store, overrides, scoring=scoring)
     config = config.model_copy(update={"algorithm": terms.algorithm})
     for reason in find_recredit_conflicts(run, terms, config, numbers):
-        raise BadInput(f"re-credit of run {run.name!r}: {reason}")
+        raise BadInput(f"recredit of run {run.name!r}: {reason}")
     derived = DerivedResult("recredit", chosen)
     check_terms(run, derived, terms)
     check_dependencies(run, recredit_dependencies(terms.algorithm), prefix=derived.prefix)
@@ -164,19 +165,19 @@ def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
             also = "" if needed == number else f", whose surplus groups iteration {number} uses"
             yield (
-                f"re-scoring {scores!r} has no scores of iteration {needed}{also}. Re-score this iteration first with "
+                f"rescoring {scores!r} has no scores of iteration {needed}{also}. Rescore this iteration first with "
                 "`rheostat rescore`."
             )
 
 
 def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
-    """Return the rewards that produced the re-scoring named `scores`. If `scores` is None, return the rewards with
+    """Return the rewards that produced the rescoring named `scores`. If `scores` is None, return the rewards with
     which the run was trained."""
     if scores is None:
         return read_recorded(ScoringConfig, recorded_config(run)["scoring"])
     known_rescoring(run, scores)
     terms = rescoring_terms(run, scores)
-    assert terms is not None, "a known re-scoring has its terms"
+    assert terms is not None, "a known rescoring has its terms"
     return terms.scoring
 
 
@@ -289,7 +290,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a re-scoring or re-credit unchanged if it is valid. Raises BadInput if it contains characters
+    """Return the name of a rescoring or recredit unchanged if it is valid. Raises BadInput if it contains characters
     that are not allowed in the keys of stored results."""
     if not NAME.fullmatch(name) or ".." in name:
         raise BadInput(
@@ -301,7 +302,7 @@ def check_name(name: str) -> str:
 
 def digest_of(terms: BaseModel) -> str:
     """Return 8 hexadecimal digits of a hash of the rewards or algorithm. They are the last part of the default name of
-    a re-scoring or re-credit."""
+    a rescoring or recredit."""
     document: JsonValue = terms.model_dump(mode="json")
     return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=4).hexdigest()
 
@@ -312,7 +313,7 @@ def rescore_here(request: Rescoring) -> None:
     derived = DerivedResult("rescore", request.name)
     if _has_remaining(request, derived):
         asyncio.run(preflight(request.config, part="scoring"))
-        with _open_prefect(request, derived):
+        with mark_as_checked(), _open_prefect(request, derived):
             from flows.rescoring import rescore
 
             run_flow(rescore(request))
@@ -330,7 +331,7 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _has_remaining(request: Rescoring | Recredit, derived: DerivedResult) -> bool:
-    """Return whether any requested iteration has not been re-scored or re-credited yet. Raises RunLocked if there is
+    """Return whether any requested iteration has not been rescored or recredited yet. Raises RunLocked if there is
     such an iteration but another process has locked the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:

@@ -37,10 +37,10 @@ Iterations = Annotated[
     Parameter(metavar="3-7", show_default="all that are sealed", help="iterations to process, such as 3, 3-7 or 1,3-5"),
 ]
 RescoringName = Annotated[
-    str | None, Parameter(name="--as", metavar="NAME", show_default="from the rewards", help="name of the re-scoring")
+    str | None, Parameter(name="--as", metavar="NAME", show_default="from the rewards", help="name of the rescoring")
 ]
 RecreditName = Annotated[
-    str | None, Parameter(name="--as", metavar="NAME", show_default="from the algorithm", help="name of the re-credit")
+    str | None, Parameter(name="--as", metavar="NAME", show_default="from the algorithm", help="name of the recredit")
 ]
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, RunName, Store
+from infra.counts import format_count
 from infra.errors import BadInput, Damaged, RunLocked
 from infra.terminal import Json, parse_whole_number, table, write
 from infra.user_files import read_text_file
 
 if TYPE_CHECKING:
     from infra.store.garbage import Rules
+    from infra.store.storage import Entry
     from tasks.forgetting import Forgotten
 
 OlderThan = Annotated[
@@ -72,14 +74,23 @@ def gc(
     as_json: Json = False,
 ) -> int:
     """Delete files that no run needs, and whole runs by age, number and tag. Without --delete, only list them."""
-    from infra.store.garbage import select_runs
+    from infra.store.garbage import folders_without_record, select_runs
+    from infra.store.registry import REGISTRIES
     from infra.store.runs import list_runs
+    from models.config.retriever import RETRIEVERS
+    from models.config.soup import SOUPS
     from tasks.views.runs import open_known_run
 
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     rules = _parse_rules(store, older_than, keep, tag)
     ended_runs = select_runs(store, names, rules)
     collected = [_collect(store, name, rules, ended_runs.get(name), delete=delete) for name in names]
+    if not runs:
+        reserved = {REGISTRIES, RETRIEVERS, SOUPS}
+        collected += [
+            Collected(run=name, skipped=_describe_without_record(entries))
+            for name, entries in folders_without_record(store, reserved=reserved).items()
+        ]
     if as_json:
         write(json.dumps([asdict(each) for each in collected], indent=2))
     else:
@@ -98,6 +109,15 @@ def _describe_collected(collected: list[Collected], rules: "Rules", *, delete: b
     lines += [f"run {each.run}: {note}" for each in collected if each.given_up]
     lines += [f"run {each.run}: skipped: {each.skipped}" for each in collected if each.skipped]
     return lines + (["Nothing was deleted. Add --delete to delete."] if rows and not delete else [])
+
+
+def _describe_without_record(entries: "Sequence[Entry]") -> str:
+    size = sum(entry.bytes for entry in entries) / 1e6
+    return (
+        f"{len(entries):,} files ({size:,.1f} MB) of a run are stored, but its run.json is missing. If you deleted "
+        "the run, a process of the run wrote these files later: delete the folder again. Otherwise, restore run.json "
+        "from a copy."
+    )
 
 
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
@@ -184,10 +204,7 @@ def forget(
                 reports[index] = forget_prompts(locked_run, ids, delete=True)
     if not any(each.prompts or each.exports for each in reports):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
-        raise BadInput(
-            f"None of the {len(ids)} ids in {prompt_ids} is the prompt_id of a prompt in {where}. Check the ids and "
-            "--store."
-        )
+        raise BadInput(f"{prompt_ids} contains no prompt_id of a prompt in {where}. Check the ids and --store.")
     if delete:
         _forget_samples([each.run for each in reports if each.prompts])
     if as_json:
@@ -205,9 +222,10 @@ def forget(
 
 def _describe(reports: "Sequence[Forgotten]", num_prompts: int, *, delete: bool) -> Iterator[str]:
     for each in reports:
-        what = f"{each.rows:,} rows of {each.shards:,} shards, {each.exports:,} exports"
+        rows, shards = format_count(each.rows, "row"), format_count(each.shards, "shard")
+        what = f"{rows} of {shards}, {format_count(each.exports, 'export')}"
         outcome = "were emptied" if delete else "would be emptied"
-        yield f"run {each.run}: {each.prompts} of {num_prompts} prompts found; {what} {outcome}"
+        yield f"run {each.run}: {each.prompts} of {format_count(num_prompts, 'prompt')} found; {what} {outcome}"
     data = sorted({path for each in reports if each.prompts for path in each.data})
     yield from (f"not changed, remove the prompts yourself: {path}" for path in data)
     others = "policies trained on the prompts, copies of runs, samples in trackers, caches on other machines"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.terminal import Json, fit_text, parse_whole_number, table, wrap_text, write
 
@@ -111,7 +112,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
         return
     write(table([run.row() for run in listed], drop_first=OPTIONAL_COLUMNS) or f"no runs in {open_store(store).uri}")
     if len(listed) < num_runs:
-        write(f"the newest {len(listed)} of {num_runs:,} runs")
+        write(f"the newest {len(listed)} of {format_count(num_runs, 'run')}")
 
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -361,7 +362,8 @@ def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) ->
         document = {"run": run, "store": copied.run.store.uri, "objects": copied.objects, "bytes": copied.bytes}
         write(json.dumps({**document, "found": copied.found, "ok": not problems, "problems": problems}, indent=2))
     else:
-        size = f"{copied.objects:,} objects, {copied.bytes / 1e6:,.1f} MB, of which {copied.found:,} existed already"
+        objects = format_count(copied.objects, "object")
+        size = f"{objects}, {copied.bytes / 1e6:,.1f} MB, of which {copied.found:,} existed already"
         success = "every digest and every invariant holds"
         write("\n".join([f"run {run} in {copied.run.store.uri}: {size}", *(problems or [success])]))
     return 1 if problems else 0

@@ -20,6 +20,7 @@ from cyclopts import Parameter
 from flows.cli.options import Config, Named, StoredIn
 from flows.cli.prefect_api import prefect_api
 from flows.cli.train import AcceptChange, JobArguments
+from infra.counts import format_count
 from infra.errors import BadInput, RheostatError, RunsFailed
 from infra.processes.guard import guarded_directory
 from infra.runner import die_with_parent
@@ -112,8 +113,8 @@ def sweep(
     if errors:
         failures = "; ".join(f"{name}: {error}" for name, error in errors.items())
         raise RunsFailed(
-            f"{len(errors)} of the {len(points)} runs of the sweep failed. Run the same command again to continue "
-            f"them. Errors: {failures}"
+            f"{len(errors)} of {format_count(len(points), 'run')} of the sweep failed. Run the same command again to "
+            f"continue them. Errors: {failures}"
         )
 
 
@@ -167,7 +168,10 @@ def _train_runs(
         return errors
     running = list[_RunningProcess]()
     with prefect_api() as url, guarded_directory("rheostat-sweep-") as folder:
-        reporter.tell("sweep", f"{len(waiting)} of {len(jobs)} runs to train, Prefect's UI: {url.removesuffix('/api')}")
+        reporter.tell(
+            "sweep",
+            f"{len(waiting)} of {format_count(len(jobs), 'run')} to train, Prefect's UI: {url.removesuffix('/api')}",
+        )
         environment = _prefect_variables()
         try:
             while waiting or running:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.terminal import Json, parse_port_or_free, write
 
@@ -57,7 +58,7 @@ def _describe_report(report: "MirrorReport") -> str:
     if report.problem:
         return f"{report.tracker}: not up to date: {report.problem}"
     last = "nothing yet" if report.step is None else f"up to iteration {report.step}"
-    return f"{report.tracker}: {last}; {report.points} missing points were sent"
+    return f"{report.tracker}: {last}; {format_count(report.points, 'missing point was', 'missing points were')} sent"
 
 
 def metrics(*runs: RunNames, port: Port = 9464, host: Host = "127.0.0.1", store: Store = DEFAULT_STORE) -> None:

@@ -27,6 +27,7 @@ from flows.cli.options import (
 )
 from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import describe_base_model, export_command
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import register_target_folder
 from infra.processes.guard import guarded_directory
@@ -272,7 +273,7 @@ def run_part(
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Evaluate a policy directory on held-out problems, in a temporary store that is deleted afterwards."""
     from tasks.run.hub_inputs import with_hub_commits
-    from tasks.run.preflight import preflight, with_data_sized_defaults
+    from tasks.run.preflight import mark_as_checked, preflight, with_data_sized_defaults
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _build_evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
@@ -281,7 +282,7 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
         config, _ = with_data_sized_defaults(config, result.facts)
         for line in result.notes:
             logger.info("%s", line)
-        with prefect_api("flows.evaluation"):
+        with mark_as_checked(), prefect_api("flows.evaluation"):
             from flows.evaluation import evaluate as evaluate_flow
 
             return run_flow(evaluate_flow(config))
@@ -298,7 +299,7 @@ def open_job(
     started.
     """
     from tasks.run.dependencies import find_matching_run
-    from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
+    from tasks.run.preflight import mark_as_checked, preflight, with_data_sized_defaults, with_recorded_defaults
 
     config = with_recorded_defaults(config)
     existing = find_matching_run(config, accept_change=accept_change)
@@ -309,7 +310,7 @@ def open_job(
     logger.info("run %s: %s, in %s", config.name, _describe_run(config), config.store)
     for line in (*result.notes, *adaptations):
         logger.info("%s", line)
-    with prefect_api(flow, port=port) as url:
+    with mark_as_checked(), prefect_api(flow, port=port) as url:
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))
         yield config
 
@@ -317,8 +318,9 @@ def open_job(
 def _describe_run(config: "RunConfig") -> str:
     """Describe a run in a few words: its algorithm, and its numbers of iterations, prompts and completions."""
     rollout = config.rollout
-    amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
-    return f"{config.algorithm.label}, {amount}"
+    iterations, prompts = format_count(config.iterations, "iteration"), format_count(rollout.prompts, "prompt")
+    completions = format_count(rollout.group_size, "completion")
+    return f"{config.algorithm.label}, {iterations} of {prompts} × {completions}"
 
 
 @contextmanager

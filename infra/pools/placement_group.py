@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from infra.counts import format_count
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
 from infra.pools.machines import Machines
@@ -133,8 +134,8 @@ class ReservedSlots:
             first = await run_apart(lambda: group(self._first, "PACK"))
             if not await run_apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
-                    f"the cluster could not reserve {self._first} worker slots with {self._needs} each within "
-                    f"{wait_seconds:.0f} s (pools.wait_seconds). Add machines, lower pools.workers, or raise "
+                    f"the cluster could not reserve {format_count(self._first, 'worker slot')} with {self._needs} each "
+                    f"within {wait_seconds:.0f} s (pools.wait_seconds). Add machines, lower pools.workers, or raise "
                     "pools.wait_seconds."
                 )
             nodes = await self._nodes()

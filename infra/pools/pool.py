@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
+from infra.counts import format_count
 from infra.errors import ClusterFailed, NodeLost, RheostatError, WorkerAsleep, WorkerLost
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
@@ -140,7 +141,8 @@ class Pool:
                 continue
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
-                    what = f"The work {self.spec.role}.{method} has failed in {attempt} attempts and is not run again"
+                    attempts = format_count(attempt, "attempt")
+                    what = f"The work {self.spec.role}.{method} has failed in {attempts} and is not run again"
                     raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more attempts.") from lost
                 logger.warning(
                     "%s. Attempt %d of %d failed, so the work is run again.", lost, attempt, self.spec.max_restarts + 1

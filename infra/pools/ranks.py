@@ -7,6 +7,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
+from infra.counts import format_count
 from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
@@ -104,9 +105,8 @@ class RankGroup:
                     break
                 except WorkerLost as lost:
                     if attempt > self.spec.max_restarts:
-                        what = (
-                            f"The work {self.spec.role}.{method} has failed in {attempt} attempts and is not run again"
-                        )
+                        attempts = format_count(attempt, "attempt")
+                        what = f"The work {self.spec.role}.{method} has failed in {attempts} and is not run again"
                         raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more attempts.") from lost
                     self.restarts += 1
                     logger.warning(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from infra.counts import format_count
 from infra.errors import BadInput, RheostatError, WorkerLost
 from infra.pools.launcher import Launcher, Worker
 from infra.pools.worker import PoolSpec
@@ -206,7 +207,8 @@ def assign_slots(
         raise BadInput(f"the number of workers of a role must not be negative, got {dict(wanted)}")
     if needed > len(nodes) - len(lost):
         raise BadInput(
-            f"the workers {dict(wanted)} need {needed} slots, but only {len(nodes) - len(lost)} are available"
+            f"the workers {dict(wanted)} need {format_count(needed, 'slot')}, but the number of available slots is "
+            f"{len(nodes) - len(lost)}"
         )
     missing = Counter(wanted)
     kept: set[Assignment] = set()

@@ -19,6 +19,7 @@ from typing import TypeVar
 import psutil
 
 from infra.errors import WorkerFailed
+from infra.untrusted_text import make_visible
 
 T = TypeVar("T")
 
@@ -182,7 +183,7 @@ class ForcedExit:
     def _wait(self, code: int, line: str) -> None:
         time.sleep(END_SECONDS)
         if threading.main_thread().is_alive():  # otherwise the command has printed its own message
-            os.write(2, f"{line}\n".encode())
+            os.write(2, f"{make_visible(line)}\n".encode())
         os._exit(code)  # guards end the processes that this process started
 
 

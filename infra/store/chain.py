@@ -5,6 +5,9 @@ digests of the manifests and journal entries of this part, and the digest of the
 replaced manifest is detected through the chain record of its part, and a deleted chain record through the next one.
 Only the loss of the last chain record cannot be detected. Before garbage is deleted or a run is copied,
 `complete_manifests` checks that no record is missing.
+
+Each rescoring and recredit of a run has a separate chain, in the folder `chain/rescore/NAME/` or
+`chain/recredit/NAME/`, so that the chain of the run itself does not depend on them.
 """
 
 import re
@@ -56,11 +59,12 @@ class Chain:
     """Writer of the chain of a run, which must be locked. The chain is a hash-linked list with one record for each
     finished part of the run, such as an iteration.
 
-    Only one process appends to a chain. It reads the existing records once.
+    `below` is the prefix of the keys to which the chain is limited, such as `rescore/strict/` for the chain of a
+    rescoring. Only one process appends to a chain. It reads the existing records once.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._turn = run, Lock()
+    def __init__(self, run: Run, below: str = "") -> None:
+        self._run, self._below, self._turn = run, below, Lock()
         self._parts: set[str] = set()
         self._last = ("", "")
         """Key and digest of the last chain record."""
@@ -71,7 +75,8 @@ class Chain:
         Several threads may call this.
 
         The record lists the manifests of the part, and the journal entries whose keys start with one of the prefixes in
-        `journal`. The first record of a run lists all existing manifests and journal entries.
+        `journal`. The first record of a chain lists all existing manifests and journal entries, or those below the
+        prefix to which the chain is limited.
         """
         with self._turn:
             self._append(part, journal)
@@ -81,9 +86,10 @@ class Chain:
         if part in self._parts:
             return
         run, (follows, previous) = self._run, self._last
-        number = 1 + int(follows.removeprefix(_CHAIN).partition("-")[0]) if follows else 1
-        manifests = run.manifests(f"{part}/" if follows else "")
-        prefixes = journal if follows else [""]
+        folder = f"{_CHAIN}{self._below}"
+        number = 1 + int(follows.removeprefix(folder).partition("-")[0]) if follows else 1
+        manifests = run.manifests(f"{self._below}{part}/" if follows else self._below)
+        prefixes = journal if follows else [self._below]
         entries = {key: entry for prefix in prefixes for key, entry in run.journal(prefix).items()}
         link = Link(
             part=part,
@@ -92,7 +98,7 @@ class Chain:
             manifests={manifest.key: manifest.digest for manifest in manifests},
             journal={key: record_digest(entry) for key, entry in entries.items()},
         )
-        key = f"{_CHAIN}{number:06d}-{part}.json"
+        key = f"{folder}{number:06d}-{part}.json"
         run.put_record(key, link)
         self._parts.add(part)
         self._last = (key, link.digest)
@@ -100,10 +106,10 @@ class Chain:
     def _read(self) -> None:
         if self._is_read:
             return
-        names = _names(self._run)
+        names = _names(self._run, self._below)
         self._parts = {name[2] for name in names}
         if names:
-            last = f"{_CHAIN}{names[-1][0]}"
+            last = f"{_CHAIN}{self._below}{names[-1][0]}"
             self._last = (last, _read(self._run, last).digest)
         self._is_read = True
 
@@ -148,9 +154,16 @@ def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]
 
 
 def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
+    """Check the chain of a run and the chains of its rescorings and recredits."""
+    paths = [path.removeprefix(_CHAIN) for path in records(run.store, _CHAIN)]
+    for below in ["", *sorted({f"{folder}/" for path in paths if (folder := path.rpartition("/")[0])})]:
+        yield from _check_one_chain(run, below, digests)
+
+
+def _check_one_chain(run: Run, below: str, digests: Collection[str]) -> Iterator[str]:
     last, previous = "", ""
-    for name in _names(run):
-        key = f"{_CHAIN}{name[0]}"
+    for name in _names(run, below):
+        key = f"{_CHAIN}{below}{name[0]}"
         try:
             link = _read(run, key)
         except (Damaged, BadInput) as error:
@@ -180,8 +193,8 @@ def _read(run: Run, key: str) -> Link:
     return Link.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
 
 
-def _names(run: Run) -> list[re.Match[str]]:
-    """Return a regular-expression match for each file name of the chain, in order. Group 1 is the number of the record,
-    and group 2 is the name of the part."""
-    matches = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
+def _names(run: Run, below: str = "") -> list[re.Match[str]]:
+    """Return a regular-expression match for each file name of a chain, in order. Group 1 is the number of the record,
+    and group 2 is the name of the part. `below` is the prefix of keys to which the chain is limited."""
+    matches = (_NAME.fullmatch(name) for name in run.store.children(f"{_CHAIN}{below}".rstrip("/")))
     return sorted((name for name in matches if name is not None), key=lambda name: int(name[1]))

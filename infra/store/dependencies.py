@@ -109,7 +109,7 @@ class AcceptedChange(Settings):
 
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
     """Return all recorded dependencies of a run, in order: those at its start, and those after each accepted change.
-    `prefix` selects the dependencies of a derived result, such as a re-scoring.
+    `prefix` selects the dependencies of a derived result, such as a rescoring.
 
     Runs that older versions of Rheostat created have no such entries. Raises Damaged if an entry is not valid.
     """
@@ -151,7 +151,7 @@ def accepted_changes(run: Run) -> list[AcceptedChange]:
 
 def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None:
     """Raise RunChanged if the present dependencies `now` differ from the recorded dependencies of a run. The message
-    lists the differences. With `prefix`, the dependencies of a derived result, such as a re-scoring, are compared."""
+    lists the differences. With `prefix`, the dependencies of a derived result, such as a rescoring, are compared."""
     records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:

@@ -24,7 +24,7 @@ from infra.store.manifests import Manifest
 from infra.store.readers import bundles_in_use
 from infra.store.run_record import RECORD
 from infra.store.runs import MANIFESTS, Run, list_runs, open_run
-from infra.store.storage import Entry
+from infra.store.storage import Entry, open_store
 from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
 
 MAX_PARALLEL = 8
@@ -32,6 +32,8 @@ MAX_PARALLEL = 8
 TAGS = "tags/"
 """Prefix of the keys of journal entries (stored measurements and decisions) that contain the tags of a run."""
 _LOOSE = re.compile(r"(orders|quarantine|shards)/.+")
+_FILES_OF_RUNS = re.compile(r"(chain|export|journal|lease|lock|manifests|report|shards|[a-z_]+/[0-9a-f]{16})(/.*)?")
+"""Pattern of keys that only runs have, among the folders of a store."""
 _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
@@ -169,6 +171,24 @@ def readable_runs(store_uri: str) -> Iterator[Run]:
     for name in list_runs(store_uri):
         with suppress(Damaged):
             yield open_run(store_uri, name)
+
+
+def folders_without_record(store_uri: str, *, reserved: Collection[str]) -> dict[str, list[Entry]]:
+    """Return the folders of a store that contain files of a run but no run record, with these files. `reserved` are the
+    names of folders that are not runs, such as that of the registries.
+
+    Either the record was lost, or a process wrote to the run after a user had deleted the run. On S3 such a write
+    creates the folder again, because S3 has no directories. Nobody can decide this from the files, so they are not
+    garbage.
+    """
+    store = open_store(store_uri)
+    names = {*store.children("")} - {*reserved, *list_runs(store_uri)}
+    entries = {name: store.entries(f"{name}/") for name in sorted(names) if not store.exists(name)}  # not files
+    found = {
+        name: [entry for entry in files if _FILES_OF_RUNS.fullmatch(entry.key.removeprefix(f"{name}/"))]
+        for name, files in entries.items()
+    }
+    return {name: files for name, files in found.items() if files}
 
 
 def last_commit(run: Run) -> datetime:

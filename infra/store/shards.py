@@ -10,6 +10,7 @@ from blake3 import blake3
 from pydantic import Field
 
 from infra.config import Settings
+from infra.counts import format_count
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
 from infra.store.storage import Store
@@ -203,8 +204,8 @@ def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where, newest=newest)
     if table.num_rows != ref.rows:
         raise Damaged(
-            f"{where}: the shard must have {ref.rows} rows, but it has {table.num_rows}. Restore the file from a copy "
-            "of the store."
+            f"{where}: the shard must have {format_count(ref.rows, 'row')}, but it has {table.num_rows}. Restore the "
+            "file from a copy of the store."
         )
     return table
 

@@ -39,7 +39,7 @@ from models.config.preferences import PreferencesConfig
 from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, EvaluationConfig, PolicyWarmup
+from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.data.reading import report_reading
@@ -48,6 +48,7 @@ from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
 from models.inspection import images
 from models.judges.checks import check_judge
+from models.modeling.unread_weights import collect_unread_weights
 from models.rewards.code import check_code, read_tests
 from models.rewards.evaluate import check_rewards
 from models.rewards.rules import build_reward
@@ -72,7 +73,7 @@ class Inputs(BaseModel):
     seed: int
     data: DataConfig
     policy: PolicyConfig
-    warmup: PolicyWarmup | None
+    warmup: WarmupConfig | None
     preferences: PreferencesConfig | None
     dpo: DpoConfig | None
     rollout: RolloutConfig
@@ -113,9 +114,9 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
         _check_suite(inputs, inputs.checked, heldout)
 
     def find() -> CheckResult:
-        notes: list[str] = []
-        facts = _check_policy(inputs, train, heldout, notes)
-        facts |= {**_check_served(inputs, train), **_check_user(inputs, [*train, *heldout])}
+        with collect_unread_weights() as notes:
+            facts = _check_policy(inputs, train, heldout, notes)
+            facts |= {**_check_served(inputs, train), **_check_user(inputs, [*train, *heldout])}
         return CheckResult(facts=facts, notes=tuple(notes))
 
     if cache is None or not _is_repeatable(inputs):
@@ -364,8 +365,7 @@ def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Proble
 
 
 def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
-    environment = inputs.rollout.environment
-    if environment is None or environment.dialogue is None:
+    if (environment := inputs.rollout.environment) is None or environment.dialogue is None:
         return {}
     from models.inspection.users import check_user
 

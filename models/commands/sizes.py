@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import DataConfig
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data.curriculum import max_prompts
 from models.data.examples import picture_examples
 from models.data.problems import Problem
@@ -38,7 +39,7 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
     return counts | {"max_prompts": limit, "scarce_part": part, "scarce_problems": parts[part]}
 
 
-def count_warmup_images(data: DataConfig, warmup: WarmupConfig, seed: int, *, side: int) -> dict[str, float]:
+def count_warmup_images(data: DataConfig, warmup: SupervisedWarmup, seed: int, *, side: int) -> dict[str, float]:
     """Count the distinct images on which the warm-up of a text-to-image policy trains, and how many of them must be
     converted. Raises BadInput if an image has another size than `side` x `side` pixels."""
     examples = [*dict.fromkeys(picture_examples(data, warmup, seed))]
@@ -56,8 +57,9 @@ def check_sizes(
     if prompts > max_prompts and not (max_prompts and PROMPTS in giving_way):
         if "scarce_part" not in counts:
             raise BadInput(
-                f"{PROMPTS} is {prompts}, but there are only {max_prompts} training problems, and an iteration uses "
-                f"each problem at most once. Lower {PROMPTS} to at most {max_prompts}, or add problems."
+                f"{PROMPTS} is {prompts}, but the data has only {format_count(max_prompts, 'training problem')}, and "
+                f"an iteration uses each problem at most once. Lower {PROMPTS} to at most {max_prompts}, or add "
+                "problems."
             )
         part, have = int(counts["scarce_part"]), counts["scarce_problems"]
         share = data.weights[part] / sum(data.weights)
@@ -68,6 +70,6 @@ def check_sizes(
         )
     if evaluated > heldout and EVALUATED not in giving_way:
         raise BadInput(
-            f"{EVALUATED} is {evaluated}, but only {heldout} problems are held out. Set {EVALUATED}={heldout}, or add "
-            "held-out problems."
+            f"{EVALUATED} is {evaluated}, but only {format_count(heldout, 'problem is', 'problems are')} held out. Set "
+            f"{EVALUATED}={heldout}, or add held-out problems."
         )

@@ -132,7 +132,7 @@ class Algorithm(Variant):
         if critic is not None and 0 < job.iterations <= critic.warmup_iterations:
             yield (
                 f"algorithm.critic.warmup_iterations is {critic.warmup_iterations}, so the policy would not be trained "
-                f"in any of the {job.iterations} iterations. Lower it, or raise iterations"
+                f"in any iteration, because iterations is {job.iterations}. Lower it, or raise iterations"
             )
         if job.iterations and self.distillation is None and not any(reward.weight for reward in job.scoring.rewards):
             yield (

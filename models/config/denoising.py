@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from infra.config import Positive, Settings
+from infra.counts import format_count
 from infra.variants import Variant
 
 
@@ -136,6 +137,7 @@ class DenoisingConfig(Settings):
         if self.window is not None and self.window.last + self.window.size > self.steps:
             raise ValueError(
                 f"window.last is {self.window.last} and window.size is {self.window.size}, so the window could end "
-                f"after the last of {self.steps} steps. Set window.last to at most {self.steps - self.window.size}"
+                f"after the last of {format_count(self.steps, 'step')}. Set window.last to at most "
+                f"{self.steps - self.window.size}"
             )
         return self

@@ -276,8 +276,8 @@ class VllmEngine(EngineSettings):
             )
         if self.tensor_parallel > 1 and gpus < self.tensor_parallel:
             yield (
-                f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} GPUs. Set "
-                f"pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
+                f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} "
+                f"GPU{'s' * (gpus != 1)}. Set pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
             )
         sharing = min(pools.workers.max, int(1 / gpus)) if 0 < gpus < 1 else 1
         if sharing * self.gpu_memory_share > 1:

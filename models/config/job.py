@@ -18,7 +18,7 @@ from models.config.policy import PolicySource
 from models.config.preferences import PreferencesConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, PolicyWarmup
+from models.config.training import DpoConfig, WarmupConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def find_conflicts(job: Job) -> Iterator[str]:
 
 
 def find_image_generation_conflicts(
-    policy: PolicySource, job: Job, *, warmup: PolicyWarmup | None, data: DataConfig
+    policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
 ) -> Iterator[str]:
     """Yield one message for each setting that does not work with a text-to-image policy, or works only with such a
     policy."""
@@ -139,7 +139,7 @@ def find_image_generation_conflicts(
             )
 
 
-def _find_warmup_conflicts(policy: PolicySource, data: DataConfig, warmup: PolicyWarmup) -> Iterator[str]:
+def _find_warmup_conflicts(policy: PolicySource, data: DataConfig, warmup: WarmupConfig) -> Iterator[str]:
     if warmup.chats is not None:
         yield f"warmup.chats trains on texts, but policy.kind = {policy.label!r} generates pictures. Remove chats"
     if policy.picture_side is None:

@@ -13,7 +13,7 @@ from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, 
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
 from models.config.reward_terms import Granularity, RewardTerm, StepAggregation
 from models.config.texts import AppendedTokens, ContinuingModel
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig
 
 
@@ -79,7 +79,7 @@ class TrainedJudge(JudgeModel):
     """Model with which the judge's training starts: a decoder with random weights (`scratch`), a vision-language model
     with random weights for a judge that is shown images (`scratch_vision`), or a copy of the policy after its warm-up
     and preference training (`policy`)."""
-    warmup: WarmupConfig = WarmupConfig()
+    warmup: SupervisedWarmup = SupervisedWarmup()
     """Settings for the supervised training of the judge."""
     engine: EngineConfig = TransformersEngine()
     """Inference engine that runs the judge."""

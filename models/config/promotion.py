@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Positive, Settings
+from infra.counts import format_count
 from infra.renamed import RenamedFrom
 from infra.validation_errors import nearest
 from models.config.data import ArithmeticData, DataConfig
@@ -241,8 +242,8 @@ class PromotionConfig(Settings):
                     )
             if problems[rule.suite] < MIN_PROBLEMS:
                 yield (
-                    f"promotion: suite {rule.suite!r} has {problems[rule.suite]} problems, but the gate needs at least "
-                    f"{MIN_PROBLEMS} problems"
+                    f"promotion: suite {rule.suite!r} has {format_count(problems[rule.suite], 'problem')}, but the "
+                    f"gate needs at least {MIN_PROBLEMS} problems"
                 )
             if len(longest := f"{run}-20260131.{rule.suite}.champion-9999") > MAX_NAME:
                 yield (

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings, Since
+from infra.counts import format_count
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from models.config.chat_files import ChatColumns
@@ -16,8 +17,9 @@ from models.config.file_rules import FileRules
 TrainedTurns = Literal["assistant", "last", "all"]
 
 
-class WarmupConfig(Settings):
-    """Settings for supervised training (SFT) before the first iteration, called warm-up."""
+class SupervisedWarmup(Settings):
+    """Settings for supervised training (SFT) of a policy, judge or simulated user before the first iteration, called
+    warm-up."""
 
     steps: Positive = 1200
     """Number of optimizer steps."""
@@ -70,7 +72,7 @@ class ChatTraining(ChatColumns, FileRules):
     them out and records their number."""
 
 
-class PolicyWarmup(WarmupConfig):
+class WarmupConfig(SupervisedWarmup):
     """Supervised training (SFT) of the policy before the first iteration, on the answers of the problems or on whole
     chats."""
 
@@ -101,10 +103,14 @@ class PolicyWarmup(WarmupConfig):
     def describe(self) -> str:
         """Return the length of the training as text for `rheostat plan`, such as `1,200 steps of 32 examples`."""
         if self.chats is None:
-            return f"{self.steps} steps of {self.batch_size} examples"
-        length = f"{self.steps:,} steps" if self.chats.epochs is None else f"{self.chats.epochs:,} epochs"
+            return f"{format_count(self.steps, 'step')} of {format_count(self.batch_size, 'example')}"
+        epochs = self.chats.epochs
+        length = format_count(self.steps, "step") if epochs is None else format_count(epochs, "epoch")
         turns = {"assistant": "the assistant's turns", "last": "the last turn", "all": "all tokens"}[self.chats.loss]
-        return f"{length} of {self.batch_size} chats per step, loss on {turns}" + ", packed" * self.chats.packing
+        return (
+            f"{length} of {format_count(self.batch_size, 'chat')} per step, loss on {turns}"
+            + ", packed" * self.chats.packing
+        )
 
 
 class DpoConfig(Settings):

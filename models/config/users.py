@@ -11,7 +11,7 @@ from models.config.endpoints import Endpoint
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy
 from models.config.texts import RULES_BEFORE, AppendedTokens, TextRules
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 
 
 class UserModel(Variant):
@@ -37,7 +37,7 @@ class UserModel(Variant):
         return None
 
     @property
-    def training(self) -> WarmupConfig | None:
+    def training(self) -> SupervisedWarmup | None:
         """Settings for the supervised training of the simulated user, or None if the run does not train it."""
         return None
 
@@ -87,7 +87,7 @@ class TrainedUser(UserModel):
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
     """Architecture and size of the decoder, whose training starts with random weights."""
-    warmup: WarmupConfig = WarmupConfig()
+    warmup: SupervisedWarmup = SupervisedWarmup()
     """Settings for the supervised training of the simulated user. `worked_answer_fraction` has no effect, because all
     examples come from worked episodes (example dialogues)."""
     engine: TransformersEngine = TransformersEngine()
@@ -99,7 +99,7 @@ class TrainedUser(UserModel):
         return self.engine
 
     @property
-    def training(self) -> WarmupConfig:
+    def training(self) -> SupervisedWarmup:
         """Settings for the supervised training of the simulated user, as configured."""
         return self.warmup
 

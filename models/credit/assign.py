@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from infra.counts import format_count
 from infra.errors import Damaged
 from models.algorithms.advantages import informative_groups, token_advantages
 from models.algorithms.experience import Advantages, Experience, ScoredGroups
@@ -96,9 +97,9 @@ def staleness(
     if not np.array_equal(num_tokens_N, lengths_N):
         row = int(np.flatnonzero(num_tokens_N != lengths_N)[0])
         raise Damaged(
-            f"row {row} of the rollout shards: the completion has {lengths_N[row]} tokens, but its segments (the "
-            f"parts that one policy version generated) have {num_tokens_N[row]:.0f} tokens in total. Restore the "
-            "shard from a copy of the run."
+            f"row {row} of the rollout shards: the completion has {format_count(lengths_N[row], 'token')}, but its "
+            f"segments (the parts that one policy version generated) have {format_count(num_tokens_N[row], 'token')} "
+            "in total. Restore the shard from a copy of the run."
         )
     if len(versions_S) and versions_S.max() > policy_version:
         raise Damaged(

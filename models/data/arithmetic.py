@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import ArithmeticData
 from models.data.problems import Problem, sample_problems
@@ -43,8 +44,9 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
     )
     if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions with "
-            f"{data.operations} operations were generated. Lower data.{split}_problems or raise data.operations."
+            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different question')} "
+            f"with {format_count(data.operations, 'operation')} could be generated. Lower data.{split}_problems or "
+            "raise data.operations."
         )
     return problems
 

@@ -11,6 +11,7 @@ A guess is almost never right, and an answer after a call almost always, so the 
 from random import Random
 from typing import Final
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import CalculationsData
 from models.data.problems import Problem, sample_problems
@@ -36,8 +37,8 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
     problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions were generated. "
-            f"Lower data.{split}_problems."
+            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different question')} "
+            f"could be generated. Lower data.{split}_problems."
         )
     return problems
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
 from infra.config import Settings
+from infra.counts import format_count
 from models.records.seeds import derive_seed
 
 
@@ -54,8 +55,8 @@ def take_rows(
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
         raise ValueError(
-            f"{count} new prompts were requested for one iteration, but only {num_prompts - len(others)} of "
-            f"{num_prompts} are not yet used in it. Request at most that number"
+            f"{format_count(count, 'new prompt was', 'new prompts were')} requested for one iteration, but only "
+            f"{num_prompts - len(others)} of {num_prompts} are not yet used in it. Request at most that number"
         )
     rows: dict[int, None] = {}
     waiting: list[int] = []

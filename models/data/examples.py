@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 from infra.errors import BadInput
 from infra.plugins import find_target
 from models.config.data import DataConfig
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data.images import convert_image
 from models.data.problems import (
     NO_ARGUMENTS,
@@ -36,7 +36,11 @@ class Example(NamedTuple):
 
 
 def warmup_examples(
-    data: DataConfig, warmup: WarmupConfig, seed: int, *, among: Callable[[list[Problem]], list[Problem]] | None = None
+    data: DataConfig,
+    warmup: SupervisedWarmup,
+    seed: int,
+    *,
+    among: Callable[[list[Problem]], list[Problem]] | None = None,
 ) -> list[Example]:
     """Return the examples of all warm-up steps in training order. Each epoch contains all training problems in another
     random order.
@@ -75,7 +79,7 @@ MAX_PICTURES: Final = 4096
 """Maximum number of distinct pictures for a warm-up. Longer warm-ups repeat them."""
 
 
-def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
+def picture_examples(data: DataConfig, warmup: SupervisedWarmup, seed: int) -> list[tuple[str, bytes]]:
     """Return the captions and encoded pictures of all warm-up steps in training order. Each epoch contains all pictures
     in another random order.
 

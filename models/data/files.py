@@ -127,7 +127,7 @@ def _read_and_count(
     if not problems:
         dropped = sum(input_errors.dropped.values())
         raise BadInput(
-            f"{format_path(path)}: data.drop leaves out all {dropped} rows. Expected at least one problem."
+            f"{format_path(path)}: data.drop leaves out every row ({dropped:,}). Expected at least one problem."
             if dropped
             else (
                 f"{path}: the file is empty, but it must contain at least one problem. Check that the file was "

@@ -7,6 +7,7 @@ from random import Random
 from typing import Final
 
 from infra.config import Positive
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import DataSource
 from models.data.problems import Problem, sample_problems
@@ -50,8 +51,8 @@ def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
     problems = sample_problems(lambda source: _sample_problem(rng, source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "
-            f"Lower data.{split}_problems."
+            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different problem')} "
+            f"could be generated. Lower data.{split}_problems."
         )
     return problems
 

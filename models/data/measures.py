@@ -11,6 +11,7 @@ A guess is almost never right. An answer after the right question can always be 
 from random import Random
 from typing import Final
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import MeasuresData
 from models.data.problems import Problem, sample_problems
@@ -33,8 +34,8 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
     problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "
-            f"Lower data.{split}_problems."
+            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different problem')} "
+            f"could be generated. Lower data.{split}_problems."
         )
     return problems
 

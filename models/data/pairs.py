@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Final
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.preferences import FilePreferences
 from models.data.columns import PairColumns
@@ -70,8 +71,9 @@ def _split_chats(
         at = len([*takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:-1], rejected[:-1], strict=False))])
         raise MismatchedRow(
             f"{place}: {names}: expected two chats that begin with the same prompt and end with one message of the "
-            f"assistant each, found chats of {len(chosen)} and {len(rejected)} messages with {at} messages in common"
-            f"{' and another prompt column' if isinstance(given, list) else ''}. Correct the row, or set "
+            f"assistant each, found chats of {len(chosen)} and {format_count(len(rejected), 'message')} with "
+            f"{format_count(at, 'message')} in "
+            f"common{' and another prompt column' if isinstance(given, list) else ''}. Correct the row, or set "
             'preferences.drop = ["mismatched"].'
         )
     if isinstance(given, str) and not any(_text_of(turn) == given.strip() for turn in prompt):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import PicturesData
 from models.data.problems import Problem, sample_problems
@@ -62,8 +63,8 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
     problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {len(problems)} different pictures were generated. "
-            f"Lower data.{split}_problems."
+            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different picture')} "
+            f"could be generated. Lower data.{split}_problems."
         )
     return problems
 

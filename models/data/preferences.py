@@ -167,7 +167,7 @@ def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preferenc
     if not pairs:
         dropped = sum(input_errors.dropped.values())
         raise BadInput(
-            f"{format_path(path)}: preferences.drop leaves out all {dropped} rows. Expected at least one pair."
+            f"{format_path(path)}: preferences.drop leaves out every row ({dropped:,}). Expected at least one pair."
             if dropped
             else (
                 f"{path}: the file is empty, but it must contain at least one preference pair. Check that the file "

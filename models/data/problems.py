@@ -301,7 +301,7 @@ def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but their number differs from the number of images."""
     places = count_image_places(prompt)
     if places and places != images:
-        raise BadInput(f"{source}: the messages have {places} image placeholders, but the row has {images} images")
+        raise BadInput(f"{source}: the number of image placeholders is {places}, but the number of images is {images}")
 
 
 def count_image_places(prompt: Prompt) -> int:

@@ -14,6 +14,7 @@ from typing import IO, Final, Protocol, TypeVar, cast
 
 import pyarrow as pa
 
+from infra.counts import format_count
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_on_hub, split_into_files
 from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
@@ -254,8 +255,8 @@ def _read_csv_rows(
             with input_errors.collect(place):
                 if len(row) != len(header):
                     raise BadInput(
-                        f"{place}: the row has {len(row)} columns, but the header in the first line has "
-                        f"{len(header)}. Add the missing values, or put quotes around values that contain the "
+                        f"{place}: the row has {format_count(len(row), 'column')}, but the header in the first line "
+                        f"has {len(header)}. Add the missing values, or put quotes around values that contain the "
                         "separator."
                     )
                 _check_cells(place, row, header)

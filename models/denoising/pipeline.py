@@ -223,7 +223,7 @@ def check_weights(model: PipelineOutline) -> int:
     wrong = [name for name in required if shapes.get(name) != required[name]]
     if wrong:
         raise BadInput(
-            f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
+            f"{model.where}: {model.family.folder}: weights with another shape than config.json "
             f"requires. {wrong[0]} must have {required[wrong[0]]}, but has {shapes.get(wrong[0])}."
         )
     return sum(int(np.prod(shape)) for shape in required.values())

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampler, SdeSampler
@@ -93,9 +94,9 @@ def ddim_schedule(
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
     if steps > train or timesteps[0] >= train:
         raise BadInput(
-            f"with {steps} steps, timestep_spacing {spacing!r} and steps_offset {steps_offset}, the first timestep is "
-            f"{timesteps[0]}, but the model was trained on timesteps below {train}. Lower rollout.denoising.steps, or "
-            "correct the model's scheduler_config.json."
+            f"with {format_count(steps, 'step')}, timestep_spacing {spacing!r} and steps_offset {steps_offset}, the "
+            f"first timestep is {timesteps[0]}, but the model was trained on timesteps below {train}. Lower "
+            "rollout.denoising.steps, or correct the model's scheduler_config.json."
         )
     end = 1.0 if set_alpha_to_one else alphas_cumprod[0].item()
     levels = (*alphas_cumprod[timesteps].tolist(), end)

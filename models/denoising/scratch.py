@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.families import diffusers_class, process_tree
@@ -40,8 +41,8 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
         words |= dict.fromkeys(tokens)
         if len(tokens) + 2 > context:
             raise BadInput(
-                f"policy.words is {context}, but the prompt {text!r} has {len(tokens)} words plus a start and an end "
-                "token. Raise policy.words."
+                f"policy.words is {context}, but the prompt {text!r} has {format_count(len(tokens), 'word')} plus a "
+                "start and an end token. Raise policy.words."
             )
     vocabulary = {word: number for number, word in enumerate((PAD, BEGIN, UNKNOWN, *sorted(words), EOS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

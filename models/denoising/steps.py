@@ -6,7 +6,7 @@ trained step is a step that adds enough noise to have a usable log-prob. Shapes:
 latents of a state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from infra.store.bundles import BundledFile, write_hashed
+from infra.store.bundles import BundledFile
 from models.config.denoising import DenoisingConfig
 from models.data.images import digest_of
 from models.denoising.families import Condition, DenoiserFamily, has_guidance_input, select_conditions
@@ -25,7 +25,7 @@ from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergenc
 from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
-from models.modeling.safetensors import TensorOutline, streamed_pieces
+from models.modeling.safetensors import save_tensors
 from models.records.media import Gallery
 from models.records.model_input import ModelInput
 from models.records.seeds import derive_seed
@@ -199,16 +199,13 @@ class StepModule(TokenModule):
             self.setup.config.sampler, inputs.states_ND, prediction_ND, inputs.steps_N, self.setup.schedule
         )
 
-    def save(self, directory: Path) -> dict[str, BundledFile]:
+    def save(self, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> dict[str, BundledFile]:
         """Write the denoiser's weights, without the frozen components. Returns the written files by their path relative
-        to the directory."""
+        to the directory. `state` contains the weights if those of the denoiser are sharded."""
         name = f"{self.setup.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
-        # Copy one tensor at a time: ZeRO-3 could not release a tensor while numpy shares its memory.
-        state = cast(dict[str, Tensor], self.model.state_dict())
-        outlines = {name: TensorOutline(each.dtype, tuple(each.shape)) for name, each in state.items()}
-        pieces = streamed_pieces(outlines, lambda name: state[name].detach().clone(), metadata={"format": "pt"})
-        return {name: write_hashed(directory / name, pieces)}
+        tensors = cast(Mapping[str, Tensor], self.model.state_dict() if state is None else state)
+        return {name: save_tensors(tensors, directory / name, metadata={"format": "pt"})}
 
 
 class StepLogprobs(StepModule):

@@ -20,6 +20,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from infra.counts import format_count
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.untrusted_text import redact
 from models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
@@ -144,8 +145,8 @@ class EndpointClient:
                     "the endpoint responds with status 500 to this request, although it answers other requests"
                 )
             down = (
-                f"{self} did not answer a request in {attempts} attempts. The last attempt failed: {failure}. Check "
-                "that the server runs and is reachable"
+                f"{self} did not answer a request in {format_count(attempts, 'attempt')}. The last attempt failed: "
+                f"{failure}. Check that the server runs and is reachable"
             )
             if request.outage is not None:
                 return request.outage(down)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.context import usable_context
 from models.config.engines import SamplingConfig
@@ -107,13 +108,14 @@ def require_engine_room(
         limit = sampling.max_new_tokens if request.max_tokens is None else request.max_tokens
         if longest >= limit:
             raise BadInput(
-                f"prompt row {request.row}: a completion that should be continued already has {longest} tokens, but "
-                f"max_new_tokens allows only {limit}. Raise max_new_tokens"
+                f"prompt row {request.row}: a completion that should be continued already has "
+                f"{format_count(longest, 'token')}, but max_new_tokens allows only {limit}. Raise max_new_tokens"
             )
         if context is not None and length + limit > context:
             raise BadInput(
-                f"prompt row {request.row}: {length} prompt tokens plus max_new_tokens ({limit}) are {length + limit} "
-                f"tokens, but the context of {owner} is only {context}. Shorten the prompt, or lower max_new_tokens"
+                f"prompt row {request.row}: {format_count(length, 'prompt token')} plus max_new_tokens ({limit}) are "
+                f"{length + limit} tokens, but the context of {owner} is only {context}. Shorten the prompt, or lower "
+                "max_new_tokens"
             )
 
 
@@ -125,9 +127,9 @@ def require_context(
     for row, prompt in enumerate(prompts):
         if not len(prompt) or (context is not None and len(prompt) + longest > context):
             raise BadInput(
-                f"prompt {row} has {len(prompt)} tokens and the longest continuation has {longest}. A prompt needs at "
-                f"least one token, and both together must fit into the context of {owner}, which is {context} tokens. "
-                "Shorten the prompt"
+                f"prompt {row} has {format_count(len(prompt), 'token')} and the longest continuation has {longest}. A "
+                f"prompt needs at least one token, and both together must fit into the context of {owner}, which is "
+                f"{context} tokens. Shorten the prompt"
             )
 
 

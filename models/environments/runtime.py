@@ -7,6 +7,7 @@ from typing import cast
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput, RheostatError
 from infra.plugins import nearest_name
 from infra.processes.child import RestartingProcess
@@ -130,8 +131,9 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
     for problem in problems:
         if settings.has_turn_prompts and problem.images:
             raise BadInput(
-                f"{problem.source}: the problem has {len(problem.images)} images, but rollout.environment.history = "
-                "'per_turn' supports text only. Use another history, or problems without images."
+                f"{problem.source}: the problem has {format_count(len(problem.images), 'image')}, but "
+                "rollout.environment.history = 'per_turn' supports text only. Use another history, or problems without "
+                "images."
             )
         if isinstance(problem.prompt, str) == is_chat:
             kinds = ("a chat", "plain text") if is_chat else ("plain text", "a chat")

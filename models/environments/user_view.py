@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from infra.errors import BadInput
 from models.config.data import DataConfig
 from models.config.environments import DialogueEnvironment
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data.examples import Example
 from models.data.problems import Message, Problem, identity, load_problems
 
@@ -84,7 +84,7 @@ def fill_instructions(template: str, problem: ProblemData) -> str:
 
 
 def user_examples(
-    environment: DialogueEnvironment, data: DataConfig, *, warmup: WarmupConfig, seed: int
+    environment: DialogueEnvironment, data: DataConfig, *, warmup: SupervisedWarmup, seed: int
 ) -> list[Example]:
     """Sample the examples on which a simulated user is trained, for all training steps in order. Each example is one
     reply in a worked episode (an example dialogue in the data).

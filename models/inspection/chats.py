@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from infra.errors import BadInput, InputErrors
 from models.config.data import DataConfig
-from models.config.training import PolicyWarmup
+from models.config.training import WarmupConfig
 from models.data.problems import Problem
 from models.data.training_chats import TrainingChat, load_chats
 from models.inspection.directory import Inspected
@@ -13,7 +13,7 @@ from models.text.whole_chats import ChatEncoder, enforce_chat_length
 
 
 def check_chats(
-    warmup: PolicyWarmup | None, policy: Inspected, data: DataConfig, heldout: Sequence[Problem], notes: list[str]
+    warmup: WarmupConfig | None, policy: Inspected, data: DataConfig, heldout: Sequence[Problem], notes: list[str]
 ) -> dict[str, float]:
     """Encode all chats on which the warm-up trains the policy. Return their numbers, and append remarks for the user to
     `notes`. Raises BadInput if a chat is invalid or too long, if a training chat uses a held-out problem, or if the

@@ -14,7 +14,7 @@ from typing import Final
 from infra.errors import BadInput
 from models.config.data import DataConfig
 from models.config.judges import JudgeReward
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.config.verdicts import (
     ChoiceVerdict,
     LogprobVerdict,
@@ -275,7 +275,7 @@ def build_question_text(
     )
 
 
-def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
+def judge_examples(data: DataConfig, reward: JudgeReward, warmup: SupervisedWarmup, seed: int) -> list[Example]:
     """Sample the examples on which a judge is trained, for all training steps in order. About half of the completions
     are correct.
 

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import pyarrow as pa
 
+from infra.counts import format_count
 from infra.errors import Damaged
 from models.config.judges import Canaries, JudgeReward
 from models.config.verdicts import StepsVerdict
@@ -180,9 +181,9 @@ def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgem
     if set(votes_by_place) != set(places):
         unpaired = min(set(votes_by_place) ^ set(places))
         raise Damaged(
-            f"the verdict shard of reward {term} has verdicts on {len(votes_by_place)} completions, but the rollout "
-            f"shard has {len(places)} completions. The first that only one of them contains is prompt row "
-            f"{unpaired[0]}, sample {unpaired[1]}. Restore both shards from a copy of the run."
+            f"the verdict shard of reward {term} has verdicts on {format_count(len(votes_by_place), 'completion')}, "
+            f"but the rollout shard has {format_count(len(places), 'completion')}. The first that only one of them "
+            f"contains is prompt row {unpaired[0]}, sample {unpaired[1]}. Restore both shards from a copy of the run."
         )
     return [votes_by_place[place] for place in places]
 

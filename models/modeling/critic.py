@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
@@ -119,10 +120,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokeni
     if differing:
         first = differing[0]
         raise BadInput(
-            f"critic {source}: the tokenizer must be that of the policy, but {len(differing)} tokens differ (the "
-            f"critic has {len(critic_ids)} tokens, the policy {len(policy_ids)}). The first is {first!r}: the critic "
-            f"has {_describe_id(critic_ids, first)}, the policy {_describe_id(policy_ids, first)}. Use a critic with "
-            "the policy's tokenizer"
+            f"critic {source}: the tokenizer must be that of the policy, but "
+            f"{format_count(len(differing), 'token differs', 'tokens differ')} (the critic has {len(critic_ids)} "
+            f"tokens, the policy {len(policy_ids)}). The first is {first!r}: the critic has "
+            f"{_describe_id(critic_ids, first)}, the policy {_describe_id(policy_ids, first)}. Use a critic with the "
+            "policy's tokenizer"
         )
 
 

@@ -3,6 +3,7 @@
 Shapes: B rows, T padded width, N completion tokens, C completion tokens of a chunk, H hidden size, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -200,9 +201,10 @@ class TokenModule(nn.Module):
             "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
         )
 
-    def save(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the model with unsharded weights, and return the size and digest of each weight file by name."""
-        return save_pretrained(self.model, directory)
+    def save(self, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> dict[str, BundledFile]:
+        """Write the model, and return the size and digest of each weight file by name. `state` contains the weights if
+        those of the model are sharded."""
+        return save_pretrained(self.model, directory, state=state)
 
     def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (completion tokens, hidden size)."""

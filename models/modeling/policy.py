@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from infra.errors import BadInput
 from models.config.context import longrope_context, usable_context
 from models.config.policy import ModelShape, ScratchPolicy
+from models.modeling.unread_weights import report_unread_weights
 from models.modeling.weight_files import check_loaded_weights, read_stored_weights
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
@@ -80,6 +81,8 @@ def load_weights(
             f"{where}: the weights cannot be loaded: {first_line(error)}. Use a complete copy of the model"
         ) from error
     check_loaded_weights(model, loading, stored, where=where)
+    files = {name: weight.file for name, weight in stored.items()}
+    report_unread_weights(loading["unexpected_keys"], files, where=where, architecture=type(model).__name__)
     return model
 
 

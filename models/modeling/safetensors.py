@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infra.store.bundles import BundledFile, write_hashed
+from models.modeling.lazy_tensors import compute_values
 
 _NAMES: Final = {
     torch.int64: "I64",
@@ -56,12 +57,14 @@ def save_tensors(
     return write_hashed(path, tensor_pieces(tensors, metadata=metadata))
 
 
-def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
+def save_pretrained(
+    model: PreTrainedModel, directory: Path, *, state: Mapping[str, Tensor] | None = None
+) -> dict[str, BundledFile]:
     """Write a model's configuration and weights into a directory, and return the size and digest of each weight file by
-    name."""
+    name. `state` contains the weights if those of the model are sharded."""
     files: dict[str, BundledFile] = {}
     with _replace_writer(directory, files):
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=None if state is None else dict(state))
     return files
 
 
@@ -71,7 +74,7 @@ def tensor_pieces(
     """Yield the bytes of a safetensors file with these tensors, piece by piece. Tensors on an accelerator are copied to
     the CPU one at a time."""
     outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return streamed_pieces(outlines, tensors.__getitem__, metadata=metadata)
+    return streamed_pieces(outlines, lambda name: compute_values(tensors[name]), metadata=metadata)
 
 
 def streamed_pieces(

@@ -13,6 +13,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.user_files import FETCH_LFS, is_lfs_pointer
 
@@ -70,14 +71,18 @@ def check_loaded_weights(
     """
     if sizes := sorted(loading["mismatched_keys"]):
         name, found, expected = sizes[0]
-        more = f". {len(sizes) - 1} more weights have a wrong size" if len(sizes) > 1 else ""
+        more = (
+            f". {format_count(len(sizes) - 1, 'more weight has', 'more weights have')} a wrong size"
+            if len(sizes) > 1
+            else ""
+        )
         raise BadInput(
             f"{where}: the weight {name} in {_find_file(name, stored)} has the size {_size(found)}, but config.json "
             f"requires {_size(expected)}{more}. {SAME_CHECKPOINT}"
         )
     if missing := sorted(loading["missing_keys"]):
         files = ", ".join(sorted({each.file for each in stored.values()}))
-        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        more = f" and {format_count(len(missing) - 1, 'more weight')}" if len(missing) > 1 else ""
         size = dict(model.state_dict())[missing[0]].shape if missing[0] in model.state_dict() else None
         wanted = f" of size {_size(size)}" if size is not None else ""
         raise BadInput(

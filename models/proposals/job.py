@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from pydantic import JsonValue, ValidationError
 
 from infra.config import Settings
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.data import FileData
 from models.config.lora import LoraConfig
@@ -263,7 +264,8 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
     if data.heldout_path is None:
         yield f"heldout_fraction = {data.heldout_fraction} # share that is only used for evaluation"
     if too_long:
-        yield f'on_too_long = "drop" # excludes {too_long:,} problems that leave no room for a completion'
+        problems = format_count(too_long, "problem that leaves", "problems that leave")
+        yield f'on_too_long = "drop" # excludes {problems} no room for a completion'
 
 
 def _write_policy(request: ProposalRequest, inputs: _Inputs) -> Iterator[str]:
@@ -326,13 +328,14 @@ def _write_pools(machine: Machine) -> Iterator[str]:
         return
     workers = min(2, machine.cores)
     yield f"workers = {workers}"
-    yield f"threads = {max(1, machine.cores // workers)} # {machine.cores} cores divided among the workers"
+    cores = format_count(machine.cores, "core")
+    yield f"threads = {max(1, machine.cores // workers)} # {cores} divided among the workers"
 
 
 def _write_evaluation(num_heldout: int, machine: Machine) -> Iterator[str]:
     problems = max(1, min(num_heldout, 256 if machine.gpus else 64))
     yield "\n[evaluation]"
-    yield f"problems = {problems} # of {num_heldout:,} held-out problems, before and after training"
+    yield f"problems = {problems} # of {format_count(num_heldout, 'held-out problem')}, before and after training"
 
 
 def _line(key: str, value: Value) -> str:

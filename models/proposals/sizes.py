@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple
 
+from infra.counts import format_count
 from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
@@ -84,7 +85,8 @@ def propose_new_tokens(lengths: TextLengths, *, thinks: bool, is_chat: bool, con
     if not answer:
         wanted, reason = reasoning, "no reference answers show how long an answer is"
     elif thinks and answer < reasoning // 4:
-        wanted, reason = reasoning, f"95% of the answers have at most {answer} tokens; the rest is for reasoning"
+        length = format_count(answer, "token")
+        wanted, reason = reasoning, f"95% of the answers have at most {length}; the rest is for reasoning"
     else:
         wanted, reason = max(2 * answer, ROUNDING), f"twice the {answer} tokens that 95% of the answers have at most"
     wanted = ROUNDING * ceil(wanted / ROUNDING)

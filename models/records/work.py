@@ -17,7 +17,7 @@ from models.config.policy import PolicyConfig
 from models.config.preferences import PreferencesConfig
 from models.config.rollout import DynamicSampling, PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.config.training import DpoConfig, PolicyWarmup, WarmupConfig
+from models.config.training import DpoConfig, SupervisedWarmup, WarmupConfig
 from models.records.versions import ModelVersion
 
 
@@ -246,7 +246,7 @@ class WarmupWork:
 
     policy: ModelVersion
     data: DataConfig
-    warmup: PolicyWarmup
+    warmup: WarmupConfig
     seed: int
     max_new_tokens: int = 0
     """Maximum number of tokens of a completion. If `data.on_too_long` is `drop`, prompts that leave less room are
@@ -287,7 +287,7 @@ class JudgeWarmupWork:
     """Version of the judge from which the training starts."""
     reward: JudgeReward
     data: DataConfig
-    warmup: WarmupConfig
+    warmup: SupervisedWarmup
     seed: int
 
     @property
@@ -315,7 +315,7 @@ class UserWarmupWork:
     """Version of the simulated user from which the training starts."""
     environment: DialogueEnvironment
     data: DataConfig
-    warmup: WarmupConfig
+    warmup: SupervisedWarmup
     seed: int
 
 

@@ -32,8 +32,8 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
     remaining = [problem for problem in problems if problem.source not in dropped]
     if not remaining:
         raise BadInput(
-            f"data.similarity is {data.similarity:g}, at which all {len(problems)} training problems are "
-            "near-duplicates of held-out problems and would be removed. Raise data.similarity."
+            f"data.similarity is {data.similarity:g}, at which every training problem ({len(problems):,}) is "
+            "a near-duplicate of a held-out problem and would be removed. Raise data.similarity."
         )
     return remaining
 

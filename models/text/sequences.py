@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.data.examples import Example
@@ -304,8 +305,9 @@ def _build_pairs(
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
                 raise BadInput(
-                    f"{pair.source}: the prompt and the {name} completion have {length} tokens together, but the "
-                    f"context of the model is only {context} tokens. Shorten or remove the pair"
+                    f"{pair.source}: the prompt and the {name} completion have {format_count(length, 'token')} "
+                    f"together, but the context of the model is only {format_count(context, 'token')}. Shorten or "
+                    "remove the pair"
                 )
         pairs.append(SequencePair(chosen, rejected))
     if preferences and not pairs:

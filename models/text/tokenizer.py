@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.config.texts import RULES_BEFORE, TextRules
@@ -264,8 +265,8 @@ def render(
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
         if count and processor is None:
             raise BadInput(
-                f"{source}: the prompt has {count} images, but the policy reads only text. Use a vision-language "
-                "policy, or remove data.images_column"
+                f"{source}: the prompt has {format_count(count, 'image')}, but the policy reads only text. Use a "
+                "vision-language policy, or remove data.images_column"
             )
         check_places(prompt, count, source=source)
     chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
@@ -355,9 +356,10 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
     """Raise BadInput if a prompt is empty or has more than `max_tokens` tokens."""
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
-            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, but it "
-            f"must have 1 to {max_tokens} tokens (the policy's context minus rollout.sampling.max_new_tokens). "
-            "Shorten or remove the prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
+            f"{problem.source}: the prompt has "
+            f"{format_count(len(prompt.input), 'token')}{_describe_image_tokens(prompt)}, but it must have 1 to "
+            f"{max_tokens} tokens (the policy's context minus rollout.sampling.max_new_tokens). Shorten or remove the "
+            "prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
         )
 
 

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput, InputErrors
 from models.config.texts import TextRules
 from models.config.training import TrainedTurns
@@ -291,7 +292,8 @@ class ChatEncoder:
                 current = current.append_observation(tokens)
         if used != len(headers):
             raise BadInput(
-                f"{chat.source}: the policy's chat template shows {used} images, but the row has {len(headers)}"
+                f"{chat.source}: the policy's chat template shows {format_count(used, 'image')}, but the row has "
+                f"{len(headers)}"
             )
         return [*inputs, current]
 
@@ -365,8 +367,8 @@ def enforce_chat_length(
         elif too_long == "refuse":
             with input_errors.collect(source):
                 raise BadInput(
-                    f"{source}: the chat has {length} tokens, but the policy's context is {context}. Shorten the chat, "
-                    "or set warmup.chats.on_too_long = 'drop'."
+                    f"{source}: the chat has {format_count(length, 'token')}, but the policy's context is {context}. "
+                    "Shorten the chat, or set warmup.chats.on_too_long = 'drop'."
                 )
     input_errors.check()
     if inputs and not kept:

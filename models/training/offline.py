@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infra.errors import Quarantined
 from models.config.judges import TrainedRewardModel
-from models.config.training import DpoConfig, WarmupConfig
+from models.config.training import DpoConfig, SupervisedWarmup
 from models.modeling.batching import Rows, Sequences, plan_step
 from models.modeling.layout import MicroBatch, lay_out
 from models.objectives.losses import DpoTerms, PairTerms
@@ -74,7 +74,7 @@ def report_steps(
 
 
 def take_step(
-    trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, where: str
+    trainer: Trainer, index: int, schedule: SupervisedWarmup | DpoConfig | TrainedRewardModel, *, where: str
 ) -> None:
     """Take optimizer step `index`. The learning rate warms up over the first 5% of the steps of `schedule` and decays
     by a cosine to a tenth. Raises Quarantined, with `where` as the name of the step, if the gradient norm is not

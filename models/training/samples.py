@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from infra.counts import format_count
 from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
@@ -77,10 +78,10 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         if len(damaged_rows):
             row = int(damaged_rows[0])
             raise Damaged(
-                f"row {row} of the sample shards has {lengths[row]} tokens, of which {prompts[row]} belong to the "
-                f"prompt. A prompt needs at least one token, and the column {column} needs one value per completion "
-                f"token, but it has {max(0, _list_lengths(table, column)[row])}. Restore the shard from a copy of the "
-                "run"
+                f"row {row} of the sample shards has {format_count(lengths[row], 'token')}, of which {prompts[row]} "
+                f"belong to the prompt. A prompt needs at least one token, and the column {column} needs one value per "
+                f"completion token, but it has {max(0, _list_lengths(table, column)[row])}. Restore the shard from a "
+                "copy of the run"
             )
     return TrainingSamples(
         table=table,

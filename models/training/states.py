@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from infra.counts import format_count
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import (
     BundledFile,
@@ -135,10 +136,10 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
     is_whole = stored.zero_stage == current.zero_stage == 0  # every rank has all of the state
     if stored != current and not is_whole and current.optimizer != "adamw":
         raise BadInput(
-            f"the optimizer state {ref.key} was written by {stored.world_size} ranks at ZeRO stage "
-            f"{stored.zero_stage}, but the update has {current.world_size} ranks at stage {current.zero_stage}. The "
-            f"optimizer {current.optimizer} can only continue with the same numbers. Set pools.update_ranks and "
-            "update.zero_stage back"
+            f"the optimizer state {ref.key} was written by {format_count(stored.world_size, 'rank')} at ZeRO stage "
+            f"{stored.zero_stage}, but the update has {format_count(current.world_size, 'rank')} at stage "
+            f"{current.zero_stage}. The optimizer {current.optimizer} can only continue with the same number of ranks "
+            "and the same stage. Set pools.update_ranks and update.zero_stage back"
         )
     if is_whole and stored != current:
         stored, ranks = current, replace(ranks, rank=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from models.config.texts import TextRules
-from models.config.training import TrainedTurns, WarmupConfig
+from models.config.training import SupervisedWarmup, TrainedTurns
 from models.data.examples import Example
 from models.data.training_chats import TrainingChat
 from models.engines.requests import generation_settings, stated_ends
@@ -44,7 +44,7 @@ class SupervisedData:
     """Whether sequences of different lengths are concatenated in one row of a forward pass, without padding."""
 
     @staticmethod
-    def split(inputs: Sequence[ModelInput], warmup: WarmupConfig) -> "SupervisedData":
+    def split(inputs: Sequence[ModelInput], warmup: SupervisedWarmup) -> "SupervisedData":
         """Return the data for fine-tuning on `inputs`, which are in the order of training, with `warmup.batch_size` of
         them per optimizer step."""
         size = warmup.batch_size
@@ -90,7 +90,7 @@ def fine_tune(
     trainer: Trainer,
     data: SupervisedData,
     *,
-    warmup: WarmupConfig,
+    warmup: SupervisedWarmup,
     directory: Path,
     microbatch_tokens: int,
     ranks: Ranks,
@@ -126,7 +126,7 @@ def fine_tune_on_inputs(
     trainer: Trainer,
     data: SupervisedData,
     *,
-    warmup: WarmupConfig,
+    warmup: SupervisedWarmup,
     sequences: Callable[[Sequence[ModelInput]], Sequences],
     microbatch_tokens: int,
     ranks: Ranks,

@@ -6,12 +6,13 @@ optimizer step, so no scheduler state is saved. Shapes: N completion tokens of o
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infra.errors import Damaged
 from infra.store.bundles import BundledFile
@@ -21,9 +22,10 @@ from models.modeling.adapters import disable_adapters, has_adapters, save_adapte
 from models.modeling.experts import ExpertRouting
 from models.modeling.head import LossGradient
 from models.modeling.layout import MicroBatch
+from models.modeling.lazy_tensors import build_lazy_state
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.training.optimizers import OptimizerFunction
-from models.training.ranks import Ranks
+from models.training.ranks import Ranks, broadcast_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -58,6 +60,8 @@ Moments = dict[str, Tensor]
 """Tensors of one rank's optimizer state, keyed by name. AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in
 bfloat16 also `master.0`, the float32 weights."""
 
+_END: Final = b"end"
+"""Message with which rank 0 ends the gathering of parameters."""
 _LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 """Names of the tensors in optimizer states that have one value for every weight."""
 
@@ -170,15 +174,43 @@ class Trainer:
         """Write the model as a Hugging Face directory on rank 0, or its adapters in peft's format.
 
         Returns size and digest of the weight files by name on rank 0, and an empty dict on other ranks. Collective:
-        under ZeRO-3 every rank gathers all weights that are written.
+        under ZeRO-3 the ranks gather all adapters together, but the weights of a model one after another.
         """
+        if self.trains_adapters:
+            with self._gathered(trained_parameters(self._model)):
+                return {} if self._ranks.rank else save_adapters(self._model, directory)
+        if self._stage == 3:
+            return self._save_sharded(directory)
+        return {} if self._ranks.rank else self._module.save(directory)
+
+    def _save_sharded(self, directory: Path) -> dict[str, BundledFile]:
+        """Write weights that are sharded over the ranks. Before each tensor that rank 0 writes, it sends the index of
+        the parameter to the other ranks, and all of them gather this parameter."""
+        parameters = list(self._model.parameters())
+        if self._ranks.rank:
+            while (index := broadcast_bytes(_END, self._ranks)) != _END:
+                with self._gathered([parameters[int(index)]]):
+                    pass
+            return {}
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+
+        def gather(parameter: nn.Parameter) -> Tensor:
+            broadcast_bytes(b"%d" % indices[id(parameter)], self._ranks)
+            with self._gathered([parameter]):
+                return parameter.detach().to("cpu", copy=True)
+
+        try:
+            return self._module.save(directory, state=build_lazy_state(self._model, gather))
+        finally:
+            broadcast_bytes(_END, self._ranks)
+
+    def _gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Run the block with the whole values of these parameters on every rank."""
         import deepspeed
 
-        saved_parameters = trained_parameters(self._model) if self.trains_adapters else list(self._model.parameters())
-        with deepspeed.zero.GatheredParameters(saved_parameters, enabled=self._stage == 3):
-            if self._ranks.rank:
-                return {}
-            return save_adapters(self._model, directory) if self.trains_adapters else self._module.save(directory)
+        return cast(
+            AbstractContextManager[None], deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3)
+        )
 
     def moments(self) -> Moments:
         """Return this rank's part of the optimizer state, such as Adam's moments, by tensor name."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from models.vision.color_conversion import decode_rgb
 from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Parts, Setting
@@ -83,8 +84,8 @@ class VisionProcessor:
         places = [at for at, token in enumerate(tokens) if token == self.place_id]
         if len(places) != len(sizes):
             raise ValueError(
-                f"the prompt contains the placeholder {self.placeholder} {len(places)} times, but it has {len(sizes)} "
-                "images. The numbers must be equal"
+                f"the prompt contains the placeholder {self.placeholder} {format_count(len(places), 'time')}, but it "
+                f"has {format_count(len(sizes), 'image')}. The numbers must be equal"
             )
         expanded: list[int] = []
         begin = 0

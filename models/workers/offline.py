@@ -17,7 +17,7 @@ from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.config.preferences import PreferencesConfig
 from models.config.texts import RULES_BEFORE, TextRules
-from models.config.training import ChatTraining, WarmupConfig
+from models.config.training import ChatTraining, SupervisedWarmup
 from models.data.examples import Example, picture_examples, warmup_examples
 from models.data.images import digest_of
 from models.data.preferences import Preference, load_preferences
@@ -200,7 +200,7 @@ class OfflineTrainer:
         self,
         model: ModelVersion,
         examples: Sequence[Example],
-        warmup: WarmupConfig,
+        warmup: SupervisedWarmup,
         *,
         ranks: Ranks,
         rules: TextRules = RULES_BEFORE,
@@ -214,7 +214,7 @@ class OfflineTrainer:
         self,
         model: ModelVersion,
         data: SupervisedData,
-        warmup: WarmupConfig,
+        warmup: SupervisedWarmup,
         directory: Path,
         *,
         ranks: Ranks,

@@ -8,6 +8,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 from tokenizers import Tokenizer
 
+from infra.counts import format_count
 from infra.errors import BadInput, Quarantined
 from infra.store.bundles import fetch_bundle_file
 from infra.store.shards import read_shard, write_shard
@@ -214,7 +215,7 @@ def _check_max_missing(scores: pa.Table, work: ScoringWork) -> None:
     raise Quarantined(
         f"iteration {work.iteration}: {scores['reward'].null_count} of the {scores.num_rows} completions of a shard "
         f"have no score, but scoring.max_missing allows only {work.max_missing} more in this iteration. The most "
-        f"frequent reason ({count} times) is: {reason}"
+        f"frequent reason ({format_count(count, 'time')}) is: {reason}"
     )
 
 
@@ -271,5 +272,5 @@ def check_missing(credit: Credit, *, max_missing: float, iteration: int) -> None
     missing, completions = int(credit.metrics["missing"]), int(credit.metrics["completions"])
     raise Quarantined(
         f"iteration {iteration}: {missing} of {completions} completions have no score, but scoring.max_missing allows "
-        f"at most {max_missing:.1%}. The most frequent reason ({count} times) is: {reason}"
+        f"at most {max_missing:.1%}. The most frequent reason ({format_count(count, 'time')}) is: {reason}"
     )

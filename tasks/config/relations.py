@@ -7,6 +7,7 @@ the algorithm, its objectives and its data are in `models.config.job`.
 from collections.abc import Iterator
 
 from infra.config import PoolsConfig
+from infra.counts import format_count
 from infra.validation_errors import nearest
 from models.config.algorithms import AlgorithmConfig
 from models.config.budget import BudgetConfig
@@ -90,7 +91,8 @@ def find_slot_conflicts(pools: PoolsConfig, placement: PlacementConfig, slots: i
     min_workers = pools.workers.min_slots
     key = "pools.workers" if pools.workers.min is None else "pools.workers.min"
     if slots > min_workers:
-        yield f"{key} is {min_workers}, but the reward models alone need {slots} worker slots. Raise {key}."
+        needed = format_count(slots, "worker slot")
+        yield f"{key} is {min_workers}, but the reward models alone need {needed}. Raise {key}."
     if slots and slots == min_workers and not placement.can_take_turns:
         yield (
             f"{key} is {min_workers}, and the reward models need all {slots} slots, but placement.kind = "

@@ -26,7 +26,7 @@ from models.config.retriever import RETRIEVERS
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.soup import SOUPS, SoupConfig
-from models.config.training import DpoConfig, EvaluationConfig, PolicyWarmup, RetentionConfig
+from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 from tasks.config.documents import apply_overrides, place_overrides, read_document
 from tasks.config.relations import (
@@ -81,7 +81,7 @@ class RunConfig(Settings):
     """Training and held-out problems."""
     policy: PolicyConfig = ScratchPolicy()
     """Initial policy."""
-    warmup: PolicyWarmup | None = None
+    warmup: WarmupConfig | None = None
     """Supervised warm-up (SFT) of the initial policy. Skipped if not set."""
     preferences: PreferencesConfig | None = None
     """Pairs of completions, for reward models that the run trains and for DPO."""

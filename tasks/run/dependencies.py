@@ -25,6 +25,7 @@ from typing import Final, cast
 from blake3 import blake3
 
 from infra.config import describe_difference
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
@@ -167,8 +168,9 @@ def find_matching_run(config: RunConfig, *, accept_change: bool = False) -> Run 
     run.check_identity(config, ignored=LAYOUT)
     if (num_stored := next_iteration(run) - 1) > config.iterations:
         raise BadInput(
-            f"iterations is {config.iterations}, but run {run.name!r} in {run.store.uri} already has {num_stored} "
-            f"iterations. Set iterations to {num_stored} or more, or choose another name for a new run."
+            f"iterations is {config.iterations}, but run {run.name!r} in {run.store.uri} already has "
+            f"{format_count(num_stored, 'iteration')}. Set iterations to {num_stored} or more, or choose another name "
+            "for a new run."
         )
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))

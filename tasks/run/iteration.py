@@ -292,7 +292,7 @@ class Iteration:
 
     def scored_rollouts(self, *, prefix: str = "") -> ScoredRollouts:
         """Return all rollouts and scores that the credit stage reads: groups left over from the previous iteration,
-        then new groups. `prefix` selects the scores of a re-scoring."""
+        then new groups. `prefix` selects the scores of a rescoring."""
         surplus, plans = self.start_state.leftover_groups, [batch.plan for batch in self.batches]
         keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in surplus]
         keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in plans for n in range(plan.num_shards)]

@@ -66,18 +66,18 @@ class StageKey(str):
         return cls.parse(f"{reward_model_role(term)}/{'base' if is_base else 'model'}")
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return the key of the same stage in a re-scoring or re-credit, whose stored keys begin with `prefix`. An
+        """Return the key of the same stage in a rescoring or recredit, whose stored keys begin with `prefix`. An
         empty prefix changes nothing."""
         return self.parse(f"{prefix}{self}")
 
     @property
     def derived_prefix(self) -> str:
-        """Prefix of the key if it belongs to a re-scoring or re-credit, such as `rescore/strict/`. Otherwise empty."""
+        """Prefix of the key if it belongs to a rescoring or recredit, such as `rescore/strict/`. Otherwise empty."""
         return self._parts()["derived"] or ""
 
     @property
     def without_prefix(self) -> Self:
-        """Key of the same stage in the run itself, without the prefix of a re-scoring or re-credit."""
+        """Key of the same stage in the run itself, without the prefix of a rescoring or recredit."""
         return self.parse(self.removeprefix(self.derived_prefix))
 
     def with_stage(self, stage: str) -> Self:

@@ -161,7 +161,7 @@ class OpenRun:
         return await asyncio.get_running_loop().run_in_executor(self._store_threads, query)
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
-        """Return the stored record of the model that computes a reward. `prefix` selects the models of a re-scoring."""
+        """Return the stored record of the model that computes a reward. `prefix` selects the models of a rescoring."""
         return self.run.require(StageKey.reward_model(term).with_prefix(prefix))
 
     def prefetch(self, role: str, record: object) -> None:

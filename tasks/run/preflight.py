@@ -9,7 +9,9 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Final, Literal
 
@@ -178,6 +180,26 @@ def _with_values(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
         part = getattr(config, table).model_copy(update={name: value})
         config = config.model_copy(update={table: part})
     return config
+
+
+_IS_CHECKED: Final = ContextVar("is_checked", default=False)
+"""Whether the code that calls a flow has already checked the inputs of the flow's job."""
+
+
+@contextmanager
+def mark_as_checked() -> Iterator[None]:
+    """Run the block with flows that do not check their inputs, because the caller has already checked the inputs of the
+    job."""
+    token = _IS_CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _IS_CHECKED.reset(token)
+
+
+def is_checked() -> bool:
+    """Return whether the caller of a flow has already checked the inputs of the flow's job."""
+    return _IS_CHECKED.get()
 
 
 async def preflight(

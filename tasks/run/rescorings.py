@@ -1,5 +1,5 @@
-"""Names and stored settings of re-scorings and re-credits. A re-scoring computes new scores for the stored rollouts of
-a run, and a re-credit computes new advantages."""
+"""Names and stored settings of rescorings and recredits. A rescoring computes new scores for the stored rollouts of
+a run, and a recredit computes new advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Literal
 
 from infra.config import Settings, describe_difference, encode_recorded, read_recorded
 from infra.errors import RunChanged
+from infra.store.chain import Chain
+from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.algorithms import AlgorithmConfig
@@ -22,7 +24,7 @@ Kind = Literal["rescore", "recredit"]
 
 @dataclass(frozen=True, slots=True)
 class DerivedResult:
-    """Name of a re-scoring or re-credit, from which the keys of its results are built."""
+    """Name of a rescoring or recredit, from which the keys of its results are built."""
 
     kind: Kind
     name: str
@@ -51,22 +53,22 @@ class DerivedResult:
 
     @property
     def label(self) -> str:
-        """Name for messages to the user, for example "re-scoring 'strict'"."""
-        return f"{'re-scoring' if self.kind == 'rescore' else 're-credit'} {self.name!r}"
+        """Name for messages to the user, for example "rescoring 'strict'"."""
+        return f"{'rescoring' if self.kind == 'rescore' else 'recredit'} {self.name!r}"
 
 
 class RescoringTerms(Settings):
-    """Rewards that a re-scoring uses, stored when it begins, so that it cannot continue with other rewards."""
+    """Rewards that a rescoring uses, stored when it begins, so that it cannot continue with other rewards."""
 
     scoring: ScoringConfig
 
 
 class RecreditTerms(Settings):
-    """Algorithm and scores that a re-credit uses, stored when it begins, so that it cannot continue with others."""
+    """Algorithm and scores that a recredit uses, stored when it begins, so that it cannot continue with others."""
 
     algorithm: AlgorithmConfig
     scores: str | None = None
-    """Name of the re-scoring whose scores are used. None means the run's own scores."""
+    """Name of the rescoring whose scores are used. None means the run's own scores."""
 
     @property
     def teacher(self) -> TeacherConfig | None:
@@ -75,19 +77,19 @@ class RecreditTerms(Settings):
 
 
 class DerivedSummary(Settings):
-    """New scores (re-scoring) or new advantages (re-credit) that were computed for a run, and the iterations that are
+    """New scores (rescoring) or new advantages (recredit) that were computed for a run, and the iterations that are
     complete."""
 
     kind: Kind
     """Whether new scores ("rescore") or new advantages ("recredit") were computed."""
     name: str
-    """Name of the re-scoring or re-credit."""
+    """Name of the rescoring or recredit."""
     iterations: tuple[int, ...]
     """Numbers of the completed iterations."""
 
 
 def list_derived_results(run: Run) -> list[DerivedSummary]:
-    """Return all re-scorings and re-credits that a run has, with the iterations for which each is complete."""
+    """Return all rescorings and recredits that a run has, with the iterations for which each is complete."""
     kinds: tuple[Kind, ...] = ("rescore", "recredit")
     return [
         DerivedSummary(kind=kind, name=name, iterations=sealed_numbers(run, DerivedResult(kind, name)))
@@ -97,8 +99,8 @@ def list_derived_results(run: Run) -> list[DerivedSummary]:
 
 
 def describe_derived_results(lines: Sequence[DerivedSummary]) -> str:
-    """Return all re-scorings and re-credits of a run in one line, with their completed iterations."""
-    words = {"rescore": "re-scored as", "recredit": "re-credited as"}
+    """Return all rescorings and recredits of a run in one line, with their completed iterations."""
+    words = {"rescore": "rescored as", "recredit": "recredited as"}
     return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
 
 
@@ -111,30 +113,41 @@ def iterations_text(numbers: Sequence[int]) -> str:
 
 
 def sealed_numbers(run: Run, derived: DerivedResult) -> tuple[int, ...]:
-    """Return the numbers of the iterations for which a re-scoring or re-credit is complete."""
+    """Return the numbers of the iterations for which a rescoring or recredit is complete."""
     numbers = iteration_numbers(run.folders(derived.prefix))
     return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
 
 
+def link_completed_iterations(run: Run, derived: DerivedResult) -> None:
+    """Append the completed iterations of a rescoring or recredit to its chain (hash-linked list), so that `verify`
+    detects deleted and edited records. Iterations that are already in the chain are skipped.
+
+    The first record of the chain also protects the rewards or the algorithm. The run must be locked.
+    """
+    chain = Chain(run, derived.prefix)
+    for number in sealed_numbers(run, derived):
+        chain.link(iteration_key(number), journal=[f"{derived.prefix}{DEPENDENCIES}"])
+
+
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
-    """Return the rewards that a re-scoring was begun with, or None if there is no re-scoring of this name."""
+    """Return the rewards that a rescoring was begun with, or None if there is no rescoring of this name."""
     manifest = run.find(DerivedResult("rescore", name).terms_key)
     return None if manifest is None else read_recorded(RescoringTerms, manifest.detail)
 
 
 def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
-    """Return the algorithm that a re-credit was begun with, or None if there is no re-credit of this name."""
+    """Return the algorithm that a recredit was begun with, or None if there is no recredit of this name."""
     manifest = run.find(DerivedResult("recredit", name).terms_key)
     return None if manifest is None else read_recorded(RecreditTerms, manifest.detail)
 
 
 def recorded_terms(run: Run) -> RecreditTerms:
-    """Return the algorithm of the run itself in the form of a re-credit, to compare both."""
+    """Return the algorithm of the run itself in the form of a recredit, to compare both."""
     return read_recorded(RecreditTerms, {"algorithm": run.record.config["algorithm"]})
 
 
 def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | RecreditTerms) -> None:
-    """Raise RunChanged if a re-scoring or re-credit of this name was begun with other settings."""
+    """Raise RunChanged if a rescoring or recredit of this name was begun with other settings."""
     manifest = run.find(derived.terms_key)
     if manifest is None:
         return
@@ -149,7 +162,7 @@ def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | Recred
 
 
 def rescored_batches(iteration: Iteration, derived: DerivedResult) -> list[Batch]:
-    """Return the batches of an iteration for scoring them again. Results are stored under keys of the re-scoring."""
+    """Return the batches of an iteration for scoring them again. Results are stored under keys of the rescoring."""
     return [batch.as_rescoring(derived.prefix) for batch in iteration.batches]
 
 
@@ -166,7 +179,7 @@ class Rescoring(Settings):
     config: RunConfig
     """Configuration of the run in which the rewards are replaced by the new ones."""
     name: str
-    """Name of the re-scoring."""
+    """Name of the rescoring."""
     iterations: tuple[int, ...]
     """Numbers of the iterations to score again."""
 
@@ -177,8 +190,8 @@ class Recredit(Settings):
     config: RunConfig
     """Configuration of the run with the new algorithm, and with the rewards from which the scores were computed."""
     name: str
-    """Name of the re-credit."""
+    """Name of the recredit."""
     scores: str | None
-    """Name of the re-scoring whose scores are used. None means the run's own scores."""
+    """Name of the rescoring whose scores are used. None means the run's own scores."""
     iterations: tuple[int, ...]
     """Numbers of the iterations to compute advantages for."""

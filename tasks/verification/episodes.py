@@ -12,6 +12,7 @@ from itertools import islice
 from pydantic import TypeAdapter
 
 from infra.config import Settings
+from infra.counts import format_count
 from infra.errors import BadInput, WorkerFailed
 from infra.processes.watch import run_watched
 from infra.store.bundles import fetch_bundle
@@ -40,7 +41,8 @@ class EnvironmentCheck(Settings):
         """Describe the result as lines for the terminal, one for each difference."""
         if self.unchecked:
             return [f"no episode was replayed: {self.unchecked}"]
-        same = f"{self.episodes} episodes were replayed: new environments responded as stored"
+        replayed = format_count(self.episodes, "episode was", "episodes were")
+        same = f"{replayed} replayed: new environments responded as stored"
         return [each.line() for each in self.differences] or [same]
 
 

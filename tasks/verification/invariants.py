@@ -206,7 +206,7 @@ def _check_return(iteration: Iteration) -> Iterator[str]:
 
 
 def check_derived(run: Run) -> Iterator[str]:
-    """Check every iteration that was scored again (re-scored) or whose advantages were computed again (re-credited).
+    """Check every iteration that was scored again (rescored) or whose advantages were computed again (recredited).
     Yield one line per problem that names the faulty object."""
     digests = {manifest.digest for manifest in run.manifests()}
     for line in list_derived_results(run):

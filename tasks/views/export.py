@@ -44,7 +44,7 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
     """Write one Parquet file per completed iteration with its rollouts and scores, and return the locations of the
     files.
 
-    `scores` names a re-scoring: then its iterations are exported with its scores. Iterations whose rollouts were
+    `scores` names a rescoring: then its iterations are exported with its scores. Iterations whose rollouts were
     deleted are left out. Raises BadInput if there is nothing to export.
     """
     run = open_known_run(store, name)
@@ -97,7 +97,7 @@ def export_tables(run: Run, number: int, derived: DerivedResult | None = None) -
 
     The column `advantages` has the advantages that the update trained on, one for each token of the completion. If the
     turns of an episode have separate prompts, the tokens of these prompts have no entry. The column is null if the
-    update did not use the completion. With a re-scoring, the scores are those of the re-scoring and there is no column
+    update did not use the completion. With a rescoring, the scores are those of the rescoring and there is no column
     `advantages`. Recorded router choices (experts) are left out.
     """
     iteration = Iteration(run, number)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from infra.config import Settings, read_recorded
 from infra.costs import Cost, total
+from infra.counts import format_count
 from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -53,10 +54,10 @@ class Accuracy(Settings):
 
     @property
     def evaluation_text(self) -> str:
-        """Text that says how the accuracy was measured: number of problems, completions per problem, and sampling
-        method."""
+        """Text that states the number of problems, the completions per problem, and the sampling method."""
         several = f" with {self.samples} completions each" if self.samples > 1 else ""
-        return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.sampling_method}'}"
+        sampling = "" if self.temperature is None else f", {self.sampling_method}"
+        return format_count(self.problems, "problem") + several + sampling
 
     @property
     def sampling_method(self) -> str:

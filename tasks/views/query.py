@@ -36,7 +36,7 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     """Run a SQL query on the completed iterations of the named runs, or of all runs if none are named.
 
     Only the views that the query names are built. `rollouts` has a row for each completion with its scores. `scores`
-    has a row for each reward term of each completion, including re-scorings, with verdicts. `samples` has the
+    has a row for each reward term of each completion, including rescorings, with verdicts. `samples` has the
     advantages of each training sample. `iterations` has the metrics and costs of each iteration, with names such as
     `update_entropy` for `update/entropy`. `policies` has a row for each policy version. Values that a run does not have
     are null.

@@ -1,4 +1,4 @@
-"""Data about runs and their re-scorings for commands that only read. Needs neither Prefect's API nor a worker."""
+"""Data about runs and their rescorings for commands that only read. Needs neither Prefect's API nor a worker."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from typing import Literal
 
 from infra.config import Settings, read_recorded
 from infra.costs import Cost
+from infra.counts import format_count
 from infra.errors import BadInput, Damaged, RheostatError
 from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.garbage import tags_of
@@ -98,7 +99,7 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
         media = media_of(run, "train", "heldout", rollouts=_stored_rollouts(run))
         matches = [known for known in media.digests if known.startswith(digest)]
     if len(matches) != 1:
-        matched = f"{len(matches)} images" if matches else f"none of {len(media.digests)} images"
+        matched = format_count(len(matches), "image") if matches else f"none of {len(media.digests)} images"
         raise BadInput(
             f"{digest!r} must be the beginning of the digest of exactly one image of run {run.name!r}, but it matches "
             f"{matched}. `rheostat rollouts` prints the digests."
@@ -158,7 +159,7 @@ class RunDescription(Settings):
     base: str | None
     """Directory of the base weights to which the adapter is added, or None if the policy has no adapter."""
     derived: list[DerivedSummary]
-    """Re-scorings (new scores) and re-credits (new advantages) of the run's rollouts."""
+    """Rescorings (new scores) and recredits (new advantages) of the run's rollouts."""
     changes: list[AcceptedChange]
     """Accepted changes of code, data and libraries, in order."""
     tags: list[str] = []
@@ -214,12 +215,12 @@ def read_rollouts(
 
 
 def known_rescoring(run: Run, name: str) -> DerivedResult:
-    """Find a re-scoring of a run by its name. Raises BadInput with the most similar name if there is none."""
+    """Find a rescoring of a run by its name. Raises BadInput with the most similar name if there is none."""
     derived, known = DerivedResult("rescore", name), run.folders("rescore")
     if name in known and run.find(derived.terms_key) is not None:
         return derived
     raise BadInput(
-        f"--scores {name!r} is not the name of a re-scoring of run {run.name!r}. Existing re-scorings: "
+        f"--scores {name!r} is not the name of a rescoring of run {run.name!r}. Existing rescorings: "
         f"{', '.join(known) or 'none'}{nearest(name, known)}"
     )
 
@@ -284,7 +285,7 @@ def _terms_of(run: Run) -> tuple[str, ...]:
 
 
 class RescoredIteration(Settings):
-    """Rewards of an iteration after re-scoring, compared with the stored rewards."""
+    """Rewards of an iteration after rescoring, compared with the stored rewards."""
 
     iteration: int
     """Number of the iteration, counted from 1."""
@@ -304,7 +305,7 @@ class RescoredIteration(Settings):
 
 
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
-    """Return how the rewards of some iterations changed in a re-scoring."""
+    """Return how the rewards of some iterations changed in a rescoring."""
     run, derived = open_known_run(store, run_name), DerivedResult("rescore", name)
     return [_compare_rewards(number, derived.stage_manifest(run, number, "seal").metrics) for number in numbers]
 
@@ -322,7 +323,7 @@ def _compare_rewards(number: int, metrics: dict[str, float]) -> RescoredIteratio
 
 
 class RecreditedIteration(Settings):
-    """Advantages of an iteration after a re-credit, compared with the advantages that the update trained on."""
+    """Advantages of an iteration after a recredit, compared with the advantages that the update trained on."""
 
     iteration: int
     """Number of the iteration, counted from 1."""
@@ -340,7 +341,7 @@ class RecreditedIteration(Settings):
 
 
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
-    """Return how the advantages of some iterations changed in a re-credit."""
+    """Return how the advantages of some iterations changed in a recredit."""
     run, derived = open_known_run(store, run_name), DerivedResult("recredit", name)
     return [_compare_advantages(number, derived.stage_manifest(run, number, "seal").metrics) for number in numbers]
 

@@ -31,7 +31,7 @@ SCORES: Final = pa.schema(
     [
         ("run", pa.string()),
         ("iteration", pa.int32()),
-        ("rescoring", pa.string()),  # name of the re-scoring; null for the scores that the run trained on
+        ("rescoring", pa.string()),  # name of the rescoring; null for the scores that the run trained on
         ("prompt_row", pa.int32()),
         ("sample", pa.int16()),
         ("term", pa.string()),
@@ -89,7 +89,7 @@ def _policy_tables(run: Run) -> Iterator[pa.Table]:
 
 def _sample_tables(run: Run) -> Iterator[pa.Table]:
     """Yield tables with a row for each training sample and its advantages: those that the run trained on, and
-    advantages that were computed again (re-credits)."""
+    advantages that were computed again (recredits)."""
     for number, name, prefix in _stored_iterations(run, "recredit"):
         credit = run.require(StageKey.of(iteration_key(number), "credit").with_prefix(prefix))
         values = {"run": run.name, "iteration": number, "name": name}
@@ -102,7 +102,7 @@ def _sample_tables(run: Run) -> Iterator[pa.Table]:
 
 def _score_tables(run: Run) -> Iterator[pa.Table]:
     """Yield tables with a row for each reward term of each completion: scores that the run trained on, and scores that
-    were computed again (re-scorings)."""
+    were computed again (rescorings)."""
     own = read_recorded(ScoringConfig, run.record.config["scoring"])
     for number, name, prefix in _stored_iterations(run, "rescore"):
         again = None if name is None else rescoring_terms(run, name)
@@ -141,8 +141,8 @@ def _verdicts_by_completion(table: pa.Table) -> Mapping[tuple[int, int], list[di
 
 def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
     """Yield (iteration, name, prefix of keys) for each completed iteration whose shards are stored. The run itself
-    comes first and has no name and no prefix. After that, the same iteration is yielded for each re-scoring or
-    re-credit, with its name."""
+    comes first and has no name and no prefix. After that, the same iteration is yielded for each rescoring or
+    recredit, with its name."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     deleted, derived = (
         iterations_without_rollouts(run, numbers),

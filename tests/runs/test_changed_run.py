@@ -44,6 +44,8 @@ def find_resumable(job: InProcessJob) -> Run | None:
     return find_matching_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, capsys):
     before, made = files_of(job.run), manifests_of(job.run)
     for arguments in ([], ["iterations=4"], ["--dry-run"]):

@@ -1,5 +1,6 @@
 """Runs whose workers are threads of this process. test_resume.py compares them with runs on Ray."""
 
+import tomllib
 from types import SimpleNamespace
 
 import httpx
@@ -11,9 +12,10 @@ import tasks.run.open_run
 from flows.cli.train import run_flow
 from infra.errors import BadInput
 from infra.store.runs import open_run
-from tasks.config.run import parse_config
+from tasks.config.run import override_config, parse_config
 from tasks.reporting import keep_pages_updated, report_iteration
 from tasks.run.prefect_pages import PrefectPages
+from tasks.run.rescorings import Rescoring
 from tests.support.in_process import InProcessJob, copy_job, run_command
 from tests.support.jobs import PASSWORD, TINY, leftovers_of, manifests_of
 
@@ -55,6 +57,35 @@ def test_a_flow_that_fails_does_not_affect_the_next_flow_of_the_process(tmp_path
         job.train(unknown, "iterations=1", "name=refused")
     job.train("iterations=1")
     assert "it-0001/seal" in manifests_of(job.run)
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("rollout.sampling.max_new_tokens=4000", "so no prompt fits"),
+        ("scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:missing'}]", "missing"),
+    ],
+)
+def test_a_flow_called_from_python_refuses_invalid_inputs_before_anything_is_written(
+    tmp_path, prefect_api, override, fault
+):
+    job = InProcessJob(tmp_path, prefect_api)
+    with pytest.raises(BadInput, match=fault):
+        job.train(override)
+    assert not job.run.exists()
+
+
+def test_a_rescoring_called_from_python_refuses_invalid_rewards_before_anything_is_written(reference, tmp_path):
+    from flows.rescoring import rescore
+
+    job = copy_job(reference, tmp_path / "job")
+    reward = "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:missing'}]"
+    config = override_config(
+        tomllib.loads(TINY), [reward, f"store={job.store}", "pools.cluster=threads"], source="tiny"
+    )
+    with job.prefect(), pytest.raises(BadInput, match="missing"):
+        run_flow(rescore(Rescoring(config=config, name="new", iterations=(1,))))
+    assert manifests_of(job.run) == manifests_of(reference.run)
 
 
 def test_resuming_a_finished_run_reserves_no_workers_and_changes_nothing(reference, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tasks.config.run import RunConfig
 from tests.support.jobs import AUTH, ROOT
 
 NOTEBOOK = ROOT / "docs" / "library.ipynb"
@@ -23,6 +24,13 @@ def test_the_notebook_imports_only_existing_names():
     named = {(str(node.module), alias.name) for node in imports for alias in node.names}
     assert ("flows.train", "train") in named
     assert [name for name in named if not hasattr(importlib.import_module(name[0]), name[1])] == []
+
+
+def test_the_configuration_of_the_notebook_is_valid():
+    first = next(cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code")
+    names = dict[str, object]()
+    exec(first, names)  # the page's own code
+    assert isinstance(names["config"], RunConfig)
 
 
 @pytest.mark.system

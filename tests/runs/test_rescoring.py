@@ -94,7 +94,7 @@ def test_rescoring_trains_a_new_judge_for_stored_rollouts(again):
 
 
 def test_commands_accept_a_run_with_rescored_rollouts(again):
-    assert "re-scored as judged: iteration 1; re-scored as own: iterations 2-3; re-credited as " in give(again, "show")
+    assert "rescored as judged: iteration 1; rescored as own: iterations 2-3; recredited as " in give(again, "show")
     assert verify_run(str(again.store), "tiny") == []
     [path] = give(again, "export", "--scores", "judged").splitlines()
     exported = pq.read_table(path)
@@ -160,7 +160,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["rescore", "--rewards", 'rewards=[{kind="target",target="tests.support.rewards:evn"}]'], "'even'"
     yield ["rescore", "--rewards", "seed=3"], "must contain a table [scoring], but it contains only: seed"
     yield [*regex, "--as", "No"], "--as 'No' is not a valid name. Use at most 64 characters (a-z"
-    yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' already exists with other settings"
+    yield [*regex, "--as", "own"], "rescoring 'own' of run 'tiny' already exists with other settings"
     yield [*regex, "--iterations", "2-9"], "the completed iterations of run 'tiny' are 1 to 3"
     yield [*regex, "--iterations", "3-2"], "must be numbers and ranges such as 3, 3-7 or 1,3-5, found '3-2'"
     yield [*regex, "--iterations", "0"], "the completed iterations of run 'tiny' are 1 to 3"
@@ -179,7 +179,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     )
     yield ["recredit", "--algorithm", 'kind="rloo"\nkl={coefficient=0.1}'], "rloo needs log-probs of the initial policy"
     yield ["recredit", "--algorithm", "rloo", "--scores", "judgd"], "judged, own; did you mean 'judged'?"
-    yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "re-scoring 'judged' has no scores of iteration 2"
+    yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "rescoring 'judged' has no scores of iteration 2"
     yield (
         ["recredit", "--algorithm", "rloo", "--as", "own"],
         'already exists with other settings: algorithm.kind was "grpo", is',

@@ -65,8 +65,9 @@ def test_a_run_in_a_bucket_equals_the_run_on_disk(kind, s3_servers, reference, p
         job.train()
         assert place.manifests() == manifests_of(reference.run)
         asked = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
-        lists = [request for request in asked if "list-type" in request]
-        assert len(asked) <= LEAST_REQUESTS + SHARD_REQUESTS * 3 and len(lists) <= 12, asked
+        # Each worker that reads a file finds it by a list that starts after the name before it.
+        lists = [request for request in asked if "list-type" in request and "start-after" not in request]
+        assert len(asked) <= LEAST_REQUESTS + SHARD_REQUESTS * 3 and len(lists) <= 12, "\n".join(lists)
         verified = job.command("verify")
         assert verified.code == 0, verified.output
         shown = json.loads(job.command("show", "--json").output)
@@ -239,7 +240,7 @@ def test_images_in_a_bucket_equal_local_images(s3_servers, tmp_path):
     assert [each.images for each in far] == [each.images for each in near] == [(picture("blue"),), (picture("red"),)]
     assert [each.identity for each in far] == [each.identity for each in near]
     with pytest.raises(
-        BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png: .* does not exist"
+        BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png does not exist"
     ):
         read(place.uri, "lacking")
 

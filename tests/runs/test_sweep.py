@@ -59,7 +59,7 @@ def test_a_killed_sweep_continues_and_a_failed_point_stops_no_other(command, tmp
     assert too_large.split() == [TOO_LARGE, "9999", "-", "-", "failed"]
     [told] = done.stderr.splitlines()
     assert told.startswith(
-        "rheostat: 1 of the 3 runs of the sweep failed. Run the same command again to continue them. "
+        "rheostat: 1 of 3 runs of the sweep failed. Run the same command again to continue them. "
         f"Errors: {TOO_LARGE}: data.sources[0]: the weight of this source requires 7499.2 problems"
     )
     assert files_of(store / KILLED / "manifests" / "it-0001") == before, "what was sealed is not made again"

@@ -8,8 +8,11 @@ import socket
 
 import pytest
 
+from flows.cli import live
+from flows.cli.options import LineHandler, attach_handler
 from infra.terminal import WIDTH
-from tests.support.jobs import RHEOSTAT, Job
+from tasks.views.run_progress import Activity
+from tests.support.jobs import RHEOSTAT, Job, wait_for
 from tests.support.terminal import COLOUR, on_terminal, plain_screen, screen
 
 pytestmark = pytest.mark.timeout(1200)
@@ -42,6 +45,28 @@ def test_watch_shows_a_run_of_another_process_until_it_ends(reference, tmp_path)
     assert lines[-2].startswith("held-out accuracy after 3 iterations: ")
     assert not [found for found in COLOUR.findall(sent) if re.search(r"[34]\d", found)], "NO_COLOR was asked for"
     assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l"), "the cursor is there again"
+
+
+def test_long_work_is_reported_in_lines_if_nothing_else_is_printed(reference, monkeypatch):
+    monkeypatch.setattr(live, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.01)
+    lines = list[str]()
+    attach_handler(LineHandler(lambda line, level: lines.append(line)))
+    with live._report_long_work(str(reference.store), "tiny", 3):
+        wait_for(lambda: len(lines) > 1)
+    assert set(lines) == {"next iteration"}
+
+
+@pytest.mark.parametrize(
+    ("activity", "line"),
+    [
+        (Activity("warm-up", 300, 1200, "steps", "loss 0.412"), "warm-up: 300 of 1,200 steps  loss 0.412"),
+        (Activity("starting workers"), "starting workers"),
+        (Activity("writing \x1b[31m", note="2 s"), "writing \\u001b[31m: 2 s"),
+    ],
+)
+def test_an_activity_is_one_line_without_control_characters(activity, line):
+    assert live.describe_activity(activity) == line
 
 
 @pytest.mark.parametrize("command", [["show", "tiny"], ["runs"]])

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,11 +143,19 @@ def check_bundle(folder: Path, digest: str) -> Iterator[str]:
 
 
 def check_chain(records: dict[str, Record]) -> Iterator[str]:
-    """Check that each record names the previous one by digest, and that all files that it names exist."""
-    links = {key: record for key, record in records.items() if key.startswith("chain/")}
+    """Check that each record of a chain names the previous one by digest, and that all files that it names exist."""
+    chains: dict[str, dict[str, Record]] = defaultdict(dict)
+    for key, record in records.items():
+        if key.startswith("chain/"):
+            chains[key.rpartition("/")[0]][key] = record
+    for links in chains.values():
+        yield from check_links(links, records)
+
+
+def check_links(links: dict[str, Record], records: dict[str, Record]) -> Iterator[str]:
     last, previous = "", ""
     for place, (key, link) in enumerate(sorted(links.items()), start=1):
-        if int(re.match(r"chain/(\d+)-", key)[1]) != place or link["follows"] != last or link["previous"] != previous:
+        if int(re.search(r"/(\d+)-[^/]*$", key)[1]) != place or link["follows"] != last or link["previous"] != previous:
             yield f"{key}: does not follow {last or 'nothing'}"
         last = f"{key}.json"
         previous = hexdigest(canonical({name: value for name, value in link.items() if name != "schema_version"}))

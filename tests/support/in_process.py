@@ -22,7 +22,9 @@ import certifi
 
 from flows.cli.app import main
 from flows.cli.train import run_flow
-from tasks.config.run import override_config
+from models.config.checks import CheckResult
+from tasks.config.run import RunConfig, override_config
+from tasks.run.preflight import unset_keys
 from tests.support.jobs import PASSWORD, TINY, CommandResult, works_of
 
 
@@ -88,12 +90,27 @@ class InProcessJob:
         from prefect.events.worker import EventsWorker
         from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
 
-        with prefect_at(self.api), temporary_settings({PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results")}):
+        settings = {PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results")}
+        with prefect_at(self.api), temporary_settings(settings), check_in_process():
             EventsWorker.set_client_override(None if self.sends_events else NullEventsClient)
             try:
                 yield
             finally:
                 EventsWorker.set_client_override(None)
+
+
+@contextmanager
+def check_in_process() -> Iterator[None]:
+    """Make flows check their inputs in this process, because a process for each check takes seconds to import torch."""
+    import tasks.preparation
+    from models.commands.preflight import Inputs, check, check_scoring
+
+    async def preflight(config: RunConfig, *, part: str = "run") -> CheckResult:
+        inputs = Inputs.model_validate({**config.model_dump(mode="json"), "giving_way": unset_keys(config)})
+        return check_scoring(inputs) if part == "scoring" else check(inputs)
+
+    with patch.object(tasks.preparation, "preflight", preflight):
+        yield
 
 
 def run_command(*arguments: str) -> CommandResult:

@@ -101,7 +101,7 @@ NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
 """Build the denoiser of Stable Diffusion 1 and XL."""
 
 
-def sd3() -> diffusers.DiffusionPipeline:
+def sd3() -> "diffusers.DiffusionPipeline":
     """Build Stable Diffusion 3 with T5."""
     return diffusers.StableDiffusion3Pipeline(
         transformer=diffusers.SD3Transformer2DModel(
@@ -128,7 +128,7 @@ def sd3() -> diffusers.DiffusionPipeline:
     )
 
 
-def flux(*, guided: bool = True) -> diffusers.DiffusionPipeline:
+def flux(*, guided: bool = True) -> "diffusers.DiffusionPipeline":
     """Build FLUX.1-dev, whose schedule is shifted by the size of a picture, or schnell."""
     return diffusers.FluxPipeline(
         transformer=diffusers.FluxTransformer2DModel(
@@ -153,7 +153,7 @@ def flux(*, guided: bool = True) -> diffusers.DiffusionPipeline:
     )
 
 
-def qwen() -> diffusers.DiffusionPipeline:
+def qwen() -> "diffusers.DiffusionPipeline":
     """Build Qwen-Image."""
     text = {
         "hidden_size": 2 * WORD,
@@ -201,7 +201,7 @@ def qwen() -> diffusers.DiffusionPipeline:
     )
 
 
-def sd1() -> diffusers.DiffusionPipeline:
+def sd1() -> "diffusers.DiffusionPipeline":
     """Build Stable Diffusion 1.5, whose scheduler is PNDM."""
     return diffusers.StableDiffusionPipeline(
         unet=unet(cross_attention_dim=WORD),
@@ -215,7 +215,7 @@ def sd1() -> diffusers.DiffusionPipeline:
     )
 
 
-def sdxl() -> diffusers.DiffusionPipeline:
+def sdxl() -> "diffusers.DiffusionPipeline":
     """Build Stable Diffusion XL."""
     return diffusers.StableDiffusionXLPipeline(
         unet=unet(
@@ -235,12 +235,12 @@ def sdxl() -> diffusers.DiffusionPipeline:
     )
 
 
-def schnell() -> diffusers.DiffusionPipeline:
+def schnell() -> "diffusers.DiffusionPipeline":
     """Build FLUX without guidance as an input, with a schedule that is the same for all sizes."""
     return flux(guided=False)
 
 
-BUILT: dict[str, Callable[[], diffusers.DiffusionPipeline]] = {
+BUILT: "dict[str, Callable[[], diffusers.DiffusionPipeline]]" = {
     "sd3": sd3,
     "flux": flux,
     "schnell": schnell,

@@ -56,6 +56,11 @@ def preload(*modules: str) -> None:
     PRELOADED.extend(module for module in modules if module not in PRELOADED)
 
 
+def preload_no_training() -> None:
+    """Keep libraries for training out of the fork server, which takes 9 CPU seconds to import them."""
+    PRELOADED[:] = [module for module in PRELOADED if module.startswith(("infra.", "pytest", "tests.unit."))]
+
+
 @contextmanager
 def process(target: Callable[..., None], *arguments: object):
     """Run a module's function in a separate process, which is killed afterwards."""

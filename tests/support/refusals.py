@@ -8,6 +8,8 @@ the product must refuse the input:
 - `check`: the input check that `rheostat train` runs before it starts, on a valid document.
 - `command`: a `rheostat` command in this process. It must exit with code 2, print one line and write nothing.
 - `call`: any function, named `module:function`.
+
+A case that starts a process with torch has the marks of such tests, so that `pytest.mark.system` selects it.
 """
 
 import functools
@@ -72,6 +74,8 @@ class Case(_Record):
     arguments: tuple[object, ...] = ()
     options: Mapping[str, object] = {}
     """Keyword arguments of the call."""
+    marks: tuple[Literal["system", "smoke"], ...] = ()
+    """Markers of the test of this case, in addition to the default ones."""
     error: str = "infra.errors:BadInput"
     """Class of the exception, `module:class` or the name of a built-in class; a subclass is not accepted."""
 
@@ -97,7 +101,8 @@ def _read_table(table: Path) -> Iterator[pytest.param]:
             record = Case.model_validate(defaults | case)
             assert record.names, f"{table.stem}: {claim['name']}: a case must name parts of the message"
             folder = folders[record.folder] if record.folder else Folder()
-            yield pytest.param(record, folder, id=f"{table.stem}: {claim['name']}: {number}")
+            marks = [getattr(pytest.mark, name) for name in record.marks]
+            yield pytest.param(record, folder, marks=marks, id=f"{table.stem}: {claim['name']}: {number}")
 
 
 def build_folder(table: str, name: str, place: Path) -> None:

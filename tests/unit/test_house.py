@@ -105,14 +105,42 @@ def test_one_file_opens_images_and_converts_them_to_rgb():
     assert [str(path) for path in found] == ["models/data/images.py"]  # it converts to check that this is possible
 
 
+WRITE_RAW = {
+    "flows/cli/passwords.py": "a password that Rheostat has generated",
+    "infra/environments/find.py": "a program for another process",
+    "infra/pools/forks.py": "messages about processes, in the log of a worker",
+    "infra/processes/guard.py": "a process id and an error, for the process that started the guard",
+    "infra/processes/sandbox.py": "a program for another process",
+    "infra/store/file_digests.py": "JSON and an error, for the process that started this one",
+    "models/engines/vllm/server.py": "a program for another process",
+    "models/environments/python.py": "a program for the sandbox",
+    "models/text/chats.py": "JSON, for the process that started this one",
+    "placement/simulator/__main__.py": "names of the cells of a simulation",
+    "tasks/config/reference.py": "the configuration page",
+    "tasks/views/plots.py": "an image, for the process that started this one",
+}
+"""Modules that write to stdout or stderr without escaping control characters, with what they write."""
+
+
+def test_text_of_others_reaches_the_terminal_only_with_control_characters_escaped():
+    """Policies, rewards, servers and files can put control characters into any text."""
+    raw = re.compile(r"std(out|err)(__)?\.(buffer\.)?write|os\.write\([12],|^ *print\(")
+    lines = [
+        (path, line) for path in SOURCES if ELSEWHERE not in path.parents for line in path.read_text().splitlines()
+    ]
+    found = {path.relative_to(HOME) for path, line in lines if raw.search(line) and "make_visible" not in line}
+    assert {str(path) for path in found} == {*WRITE_RAW}
+
+
 def test_no_code_tests_the_class_of_a_variant():
     """Code may use only what a variant states about itself: an `isinstance` test would miss classes of users."""
     for base in VARIANTS:
         assert len(_below(base)) > 1
     variants = {variant.__name__ for variant in _below(Variant)}
+    mentions = re.compile(rf"\b({'|'.join(variants)})\b")
     asked = []
     for path in (path for path in SOURCES if HOME / "models/config" not in path.parents):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(text)) if mentions.search(text := path.read_text()) else ():
             test = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
             parts = node.args[1:] if test else [node.cls] if isinstance(node, ast.MatchClass) else []
             names = {name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)}

@@ -11,6 +11,7 @@ from typing import Final, TypeVar, cast
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from infra.counts import format_count
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.context import longrope_context
 from models.config.engines import SamplingConfig, VllmEngine
@@ -253,7 +254,7 @@ class ServedEngine:
                 if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(
-                            f"{client} ended its response, but {len(under_way)} completions are unfinished"
+                            f"{client} ended its response, but {format_count(len(under_way), 'completion')} did not end"
                         )
                     return client, answer
                 if answer.id not in under_way:

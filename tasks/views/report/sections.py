@@ -8,6 +8,7 @@ from typing import Final
 
 from infra.config import read_recorded
 from infra.costs import total
+from infra.counts import format_count
 from infra.errors import BadInput, Quarantined
 from infra.renamed import with_present_names
 from infra.store.dependencies import dependency_records
@@ -74,7 +75,7 @@ def _chat_cards(run: Run) -> list[tuple[str, str, str]]:
     if trained is None or len(losses) < 2:
         return []
     before, after = losses["warmup/heldout_loss_first"], losses["warmup/heldout_loss"]
-    chats = f"{trained.metrics['heldout_chats']:,.0f} chats, {before:.3f} before the warm-up"
+    chats = f"{format_count(trained.metrics['heldout_chats'], 'chat')}, {before:.3f} before the warm-up"
     return [("loss on held-out chats", f"{after:.3f}", chats)]
 
 
@@ -82,7 +83,7 @@ def _describe_accuracy(accuracy: Accuracy) -> str:
     interval = (
         f"95% interval {accuracy.low:.3f} to {accuracy.high:.3f}, {accuracy.evaluation_text}{accuracy.pass_at_text}"
     )
-    return f"after {accuracy.number} iterations, {interval}"
+    return f"after {format_count(accuracy.number, 'iteration')}, {interval}"
 
 
 def _difference_card(run: Run, first: int, last: int) -> tuple[str, str, str]:
@@ -180,7 +181,12 @@ def missing(run: Run, description: RunDescription) -> PageSection:
     numbers = [report.iteration for report in description.iterations if report.missing]
     num_missing = sum(report.missing for report in description.iterations)
     refused = [report.iteration for report in description.iterations if report.quarantined]
-    lines = [paragraph(f"{num_missing:,} completions have no score, in {len(numbers):,} iterations.")]
+    lines = [
+        paragraph(
+            f"{format_count(num_missing, 'completion has', 'completions have')} no score, in "
+            f"{format_count(len(numbers), 'iteration')}."
+        )
+    ]
     reasons = _count_reasons(run, numbers[-SEARCHED:])
     lines.append(rows_table([{"reason": each, "completions": count} for each, count in reasons], words=True))
     if refused:

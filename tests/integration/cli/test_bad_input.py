@@ -67,6 +67,8 @@ def test_the_installed_command_checks_a_job_and_writes_nothing(place, arguments,
     assert done.stderr.endswith(errors)
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, capsys):
     document = Path("job.toml").read_text()
     Path("job.toml").write_text(document.replace("prompts = 1\n", "").replace("problems = 1\n", ""))
@@ -77,6 +79,8 @@ def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, 
     assert "note: evaluation.problems is 2 instead of its default 256, because there are 2 held-out problems. " in shown
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
     first, *others = Path("train.jsonl").read_text().strip().splitlines()
@@ -108,6 +112,8 @@ def test_a_dry_run_and_a_run_both_refuse_a_store_that_cannot_be_written(refuse_j
     assert "'/proc/sys/runs'" in line and "no write permission for /proc/sys" in line
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_run_with_results_refuses_another_configuration_and_names_the_difference(place, refuse_job, capsys):
     make_run("seed=1")
     assert main(["train", "job.toml", "--dry-run"]) == 0

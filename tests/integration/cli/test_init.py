@@ -29,6 +29,8 @@ def printed(said: str) -> list[list[str]]:
     return [shlex.split(line.rpartition("    ")[0]) for line in lines]
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_the_printed_dry_run_command_accepts_a_new_job(begun, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "My Job").iterdir()) == [
         "job.toml",
@@ -65,6 +67,8 @@ def test_init_adds_the_files_of_deployments_to_a_folder_with_a_job_once(begun, t
     assert " more, so nothing was written" in capsys.readouterr().err
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, capsys):
     job = tmp_path / "My Job" / "job.toml"
     job.write_text(job.read_text().replace("my_rewards:marked", "my_rewards:markt"))

@@ -39,6 +39,8 @@ def write_rows(name: str, *answers: str, question: str = "question") -> None:
     Path(name).write_text("\n".join(lines))
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_the_input_check_prints_one_line_and_writes_nothing(place):
     before = sorted(place.rglob("*"))
     answer = ask_command(json.dumps(read_inputs().model_dump(mode="json") | {"name": "a key that the check ignores"}))
@@ -50,6 +52,8 @@ def test_the_input_check_prints_one_line_and_writes_nothing(place):
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_bad_input_gives_exit_code_2_and_one_line_without_the_output_of_rewards(place):
     (place / "chatty.py").write_text("print('hello')")
     reward = "scoring.rewards=[{kind='target',target='chatty:reward'}]"

@@ -1,9 +1,11 @@
 """Memory estimates of the input check for text-to-image policies and for sequence-parallel ranks."""
 
 import pytest
+import torch
 
 from infra.errors import BadInput
 from models.commands.preflight import check
+from tests.support.model_files import set_tensors
 from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs
 
@@ -32,6 +34,13 @@ def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
     flash = job.update.model_copy(update={"attention": "flash_attention_2"})
     with pytest.raises(BadInput, match=r"'flash_attention_2' .* 256 .* 264"):
         check(job.model_copy(update={"update": flash}))
+
+
+def test_the_check_notes_weights_that_no_model_reads(place):
+    write_policy(place / "headed", "mistral")
+    set_tensors(place / "headed/model.safetensors", {"v_head.summary.weight": torch.zeros(1, 16)})
+    notes = check(read_inputs("policy.kind=directory", "policy.path=headed")).notes
+    assert [note for note in notes if "v_head.summary.weight in model.safetensors is not read" in note]
 
 
 def test_a_sequence_parallel_rank_needs_memory_for_its_share_of_a_forward_pass():

@@ -168,7 +168,7 @@ ABORTED = chunk(0, [7, 8, 9], finish="abort")
         (EndpointDown, '\'{"id": 2, "tok\'', lambda lines: [*lines[:4], b'{"id": 2, "tok\n', *lines[4:]]),
         (EndpointDown, "before its response was complete", lambda lines: lines[:9]),
         (EndpointDown, "1 tokens .*2 log-prob", lambda lines: [UNEVEN, *lines]),
-        (WorkerFailed, "1 completions are unfinished", lambda lines: [*lines[:-2], lines[-1]]),
+        (WorkerFailed, "1 completion did not end", lambda lines: [*lines[:-2], lines[-1]]),
         (WorkerFailed, "completion 99", lambda lines: [chunk(99, [5], finish="length"), *lines]),
         (WorkerFailed, "at 2 tokens .* at 12 tokens", lambda lines: [chunk(0, [5, 6], finish="length"), *lines[2:]]),
         (Quarantined, "policy .*prompt row 0, sample 1", lambda lines: [*lines[:2], NAN, *lines[4:]]),

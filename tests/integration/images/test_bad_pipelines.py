@@ -47,7 +47,9 @@ def test_pickled_weights_are_never_loaded(pipelines, part):
 def test_weights_with_other_shapes_than_their_configuration_are_found_without_loading(pipelines):
     file = pipelines / "sd3/transformer/diffusion_pytorch_model.safetensors"
     save_file(load_file(file) | {"proj_out.bias": torch.zeros(3)}, file, metadata={"format": "pt"})
-    with pytest.raises(BadInput, match=r"1 weights .* proj_out.bias must have \(16,\), but has \(3,\)"):
+    with pytest.raises(
+        BadInput, match=r"weights with another shape .* proj_out.bias must have \(16,\), but has \(3,\)"
+    ):
         check_weights(read_pipeline(pipelines / "sd3"))
     file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
     with pytest.raises(BadInput, match=r"diffusion_pytorch_model.safetensors is missing"):

@@ -17,7 +17,7 @@ from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeR
 from models.config.objectives import UpdateConfig
 from models.config.policy import VisionScratchPolicy
 from models.config.rewards import ScoringConfig
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
@@ -300,7 +300,7 @@ DECODER = {"vocab_size": 310, "hidden_size": 64, "intermediate_size": 128, "head
 SHAPE = VisionScratchPolicy.model_validate({"decoder": DECODER})
 
 
-def train_judge(home: Path, warmup: WarmupConfig) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
+def train_judge(home: Path, warmup: SupervisedWarmup) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
     """Make a judge and train it as a run does. Return the reward and the judge before and after training."""
     data = pictures_file(home)
     reward = JudgeReward(
@@ -326,7 +326,7 @@ ASKED = (("red", (RED,)), ("red", (BLUE,)), ("blue", (BLUE,)), ("blue", (RED,)))
 
 
 def test_training_a_judge_changes_its_vision_tower_its_projector_and_its_language_model(tmp_path):
-    reward, before, after = train_judge(tmp_path, WarmupConfig(steps=3, batch_size=8))
+    reward, before, after = train_judge(tmp_path, SupervisedWarmup(steps=3, batch_size=8))
     store = open_store(f"{tmp_path}/run")
     old, new = (load_policy(fetch_bundle(store, each.weights)).state_dict() for each in (before, after))
     assert {part_of(name) for name in new if not old[name].equal(new[name])} == {"vision", "projector", "language"}
@@ -350,7 +350,7 @@ def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
 
 @pytest.mark.slow
 def test_a_trained_judge_distinguishes_the_colours_of_images(tmp_path):
-    reward, _, after = train_judge(tmp_path, WarmupConfig(steps=250, batch_size=16, learning_rate=1.5e-3))
+    reward, _, after = train_judge(tmp_path, SupervisedWarmup(steps=250, batch_size=16, learning_rate=1.5e-3))
     assert build_question_text(reward, prompt="What colour?", completion="red", answer="red", seed=0) == "red\n"
     right, wrong, also_right, also_wrong = values(tmp_path, judge(tmp_path, reward, rows_with(*ASKED), after))
     assert min(right, also_right) > 0.9 > 0.1 > max(wrong, also_wrong)

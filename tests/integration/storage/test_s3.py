@@ -353,7 +353,7 @@ def _put_all_kinds(store, directory):
         assert store.put(f"policies/{size}", directory / f"{size}")
     assert store.put("name", b"")
     with store.lock("lock") as lease:
-        lease.replace(seconds=4)
+        lease.renew(seconds=4)
 
 
 def test_a_customer_key_is_sent_with_every_object_that_is_written_or_read(s3_servers, tmp_path, monkeypatch):

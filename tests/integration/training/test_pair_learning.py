@@ -14,7 +14,7 @@ from infra.store.storage import open_store
 from models.config.judges import TrainedRewardModel
 from models.config.objectives import UpdateConfig
 from models.config.preferences import ArithmeticPreferences
-from models.config.training import DpoConfig, PolicyWarmup
+from models.config.training import DpoConfig, WarmupConfig
 from models.data.preferences import load_preferences
 from models.modeling.reward_model import load_reward_model, score
 from models.records.versions import ModelVersion, Outcome
@@ -119,7 +119,7 @@ def tokenizer_of(uri: str, policy: ModelVersion) -> PreTrainedTokenizerFast:
 def test_training_on_preferences_raises_the_accuracy_on_held_out_pairs(uri, policy):
     worker = start_worker(uri, ROOMY)
     warm = worker.warmup(
-        WarmupWork(policy=policy, data=DATA, warmup=PolicyWarmup(steps=40, batch_size=16), seed=3)
+        WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
     ).model
     dpo = worker.prefer(dpo_work(warm, change(DPO, steps=40)))
     assert dpo.metrics["heldout_accuracy"] > 0.7

@@ -88,6 +88,8 @@ def make_elsewhere(folder: Path, told: Path) -> None:
     told.write_text(make_policy(folder, TINY, seed=7).model.weights.digest)
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_two_processes_build_the_same_bytes_from_one_seed(tmp_path):
     with process(make_elsewhere, tmp_path / "there", tmp_path / "told") as elsewhere:
         here = make_policy(tmp_path / "here", TINY, seed=7)

@@ -15,7 +15,7 @@ from infra.store.storage import open_store
 from models.config.data import FileData
 from models.config.objectives import NoKl, SequenceMean
 from models.config.optimizers import Adam8bit, Muon
-from models.config.training import PolicyWarmup
+from models.config.training import WarmupConfig
 from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.records.versions import ModelVersion
@@ -299,11 +299,11 @@ def test_the_size_of_a_micro_batch_changes_no_gradient(uri, policy, aggregation)
 
 
 def test_warmup_lowers_the_loss_and_leaves_no_optimizer_state(uri, policy):
-    task = WarmupWork(policy=policy, data=DATA, warmup=PolicyWarmup(steps=40, batch_size=16), seed=3)
+    task = WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
     outcome = start_worker(uri).warmup(task)
     assert outcome.metrics["loss_last"] < 0.8 * outcome.metrics["loss_first"]
     assert (outcome.model.version, outcome.model.state) == (0, None)
-    brief = replace(task, warmup=PolicyWarmup(steps=5, batch_size=16))
+    brief = replace(task, warmup=WarmupConfig(steps=5, batch_size=16))
     once, again = (start_worker(uri).warmup(brief).model for _ in range(2))
     assert policy.weights != once.weights
     assert once == again
@@ -317,12 +317,12 @@ def test_warmup_drops_the_prompts_that_iterations_drop(uri, policy, tmp_path):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join(lines))
         data = FileData(path=path, heldout_path=path, on_too_long="drop")
-        task = WarmupWork(policy, data, PolicyWarmup(steps=2, batch_size=8), seed=3, max_new_tokens=216)
+        task = WarmupWork(policy, data, WarmupConfig(steps=2, batch_size=8), seed=3, max_new_tokens=216)
         learnt.append(start_worker(uri).warmup(task).model)
     assert learnt[0] == learnt[1] != policy
 
 
 def test_an_update_after_warmup_starts_as_in_a_new_process(uri, policy):
     worker = start_worker(uri)
-    warm = worker.warmup(WarmupWork(policy=policy, data=DATA, warmup=PolicyWarmup(steps=3, batch_size=4), seed=3))
+    warm = worker.warmup(WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=3, batch_size=4), seed=3))
     assert worker.update(update_work(uri, warm.model)).model == update_once(uri, warm.model).model

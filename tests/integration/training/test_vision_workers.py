@@ -20,7 +20,7 @@ from models.config.lora import LoraConfig
 from models.config.policy import VisionScratchPolicy
 from models.config.teachers import Distillation, TeacherDirectory
 from models.config.texts import TextRules
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data.examples import Example
 from models.data.problems import Problem
 from models.inspection.directory import inspect_directory, inspect_policy
@@ -221,7 +221,7 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
         CONFIG,
         ranks=ranks,
     )
-    warmup = WarmupConfig(steps=150, batch_size=4, learning_rate=3e-3)
+    warmup = SupervisedWarmup(steps=150, batch_size=4, learning_rate=3e-3)
     learnt = fine_tune(
         resident.load_with_fresh_optimizer(policy),
         SupervisedData.split(encode_examples(examples, directory, rules=TextRules()), warmup),

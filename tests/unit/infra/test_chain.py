@@ -1,11 +1,13 @@
 """The chain of a run: later records reveal records that were deleted or replaced, even with a valid seal."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infra.store.chain import Chain, check_chain, linked_parts
+from infra.errors import Damaged
+from infra.store.chain import Chain, check_chain, complete_manifests, linked_parts
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
@@ -115,3 +117,53 @@ def test_records_appended_by_two_threads_at_once_form_one_sequence(tmp_path, mon
         monkeypatch.undo()
     assert sorted(linked_parts(run)) == ["eval-0002", "it-0001", "it-0002"]
     assert problems(tmp_path) == []
+
+
+@pytest.fixture
+def rescored(root):
+    """The run with two rescorings, each with a chain of two iterations."""
+    with open_run(str(root), "r").lock() as run:
+        for name in ("long", "short"):
+            below = f"rescore/{name}/"
+            run.commit(Manifest(key=f"{below}terms"))
+            run.write_entry(f"{below}dependencies/0001", {"iteration": 1})
+            for part in ("it-0001", "it-0002"):
+                run.commit(Manifest(key=f"{below}{part}/seal", metrics={"reward_mean": 0.5}))
+                Chain(run, below).link(part, journal=[f"{below}dependencies/"])
+    return root
+
+
+def test_each_chain_below_a_prefix_begins_with_all_records_below_it(rescored):
+    run, home = open_run(str(rescored), "r"), rescored / "r/chain"
+    assert linked_parts(run) == ["eval-0000", "it-0001", "it-0002", "eval-0002"] and problems(rescored) == []
+    assert sorted(path.name for path in (home / "rescore/short").iterdir()) == [
+        "000001-it-0001.json",
+        "000002-it-0002.json",
+    ]
+    first = json.loads((home / "rescore/short/000001-it-0001.json").read_text())
+    assert {*first["manifests"]} == {"rescore/short/terms", "rescore/short/it-0001/seal"}
+    assert {*first["journal"]} == {"rescore/short/dependencies/0001"}
+
+
+@pytest.mark.parametrize("name", ["long", "short"])
+def test_every_deleted_record_of_a_rescoring_is_reported_also_the_newest(rescored, name):
+    home, below = rescored / "r", f"rescore/{name}"
+    found = [*home.glob(f"manifests/{below}/**/*.json"), *home.glob(f"journal/{below}/**/*.json")]
+    assert len(found) == 4
+    for path in [*found, home / f"chain/{below}/000001-it-0001.json"]:
+        whole = path.read_bytes()
+        path.unlink()
+        named = str(path.relative_to(home)).removeprefix("manifests/").removesuffix(".json")
+        assert any(named in problem for problem in problems(rescored)), path
+        with pytest.raises(Damaged, match=f"{below}/"):
+            complete_manifests(open_run(str(rescored), "r"))
+        path.write_bytes(whole)
+    assert problems(rescored) == []
+
+
+def test_an_edited_newest_record_of_a_rescoring_with_a_valid_seal_is_reported(rescored):
+    key, fingerprint = "rescore/short/it-0002/seal", open_run(str(rescored), "r").record.fingerprint
+    edited = Manifest(key=key, metrics={"reward_mean": 0.9}, run=fingerprint)
+    (rescored / f"r/manifests/{key}.json").write_bytes(edited.encode())
+    (problem,) = problems(rescored)
+    assert repr(key) in problem

@@ -1,6 +1,7 @@
 """Garbage collection deletes only files that no manifest names, also if processes are killed or write meanwhile."""
 
 import os
+import shutil
 import signal
 from datetime import timedelta
 from itertools import count
@@ -14,9 +15,9 @@ from infra.store.chain import Chain
 from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, select_runs, tag_run
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
-from infra.store.shards import read_shard
-from infra.store.storage import LocalStore
-from infra.store.tombstones import check_not_deleted
+from infra.store.shards import read_shard, tombstone_key
+from infra.store.storage import LocalStore, open_store
+from infra.store.tombstones import Deleted, check_not_deleted, write_tombstone
 from infra.store.verify import verify_store
 from tests.support.jobs import files_of
 from tests.support.processes import preload, process
@@ -96,6 +97,48 @@ def test_a_damaged_run_is_skipped_by_name_and_the_others_are_collected(home, cap
     assert "run r: skipped: run 'r'" in capsys.readouterr().out
     assert files_of(home / "r") == before
     assert find_garbage(open_run(str(home), "s")) == {}
+
+
+@pytest.mark.parametrize("key", ["shards/ab/0123.arrow", "report/steps/0000007.json", "policies/0123456789abcdef/a"])
+def test_a_file_that_a_worker_writes_after_its_run_was_deleted_is_listed_and_not_deleted(home, capsys, key):
+    """A bucket has no directories, so a worker can write to a run that a user has deleted meanwhile."""
+    make(home, "s", {"seed": 1})
+    open_store(f"{home}/registry/report").put("records/000001.json", b"{}")
+    (home / "notes.txt").write_text("of the user")
+    shutil.rmtree(home / "r")
+    open_store(f"{home}/r").put(key, b"late")
+    assert main(["gc", "--delete", "--store", str(home)]) == 0
+    output = capsys.readouterr().out
+    assert "run r: skipped: 1 files (0.0 MB) of a run are stored, but its run.json is missing" in output
+    assert output.count("skipped") == 1 and (home / "r" / key).read_bytes() == b"late"
+
+
+def test_a_shard_that_a_worker_writes_after_its_run_was_given_up_is_garbage(home):
+    with open_run(str(home), "r").lock() as run:
+        late = run.load("it-0001/credit").shards[0]
+        content = run.store.read(late.key)
+        delete_run(run, why="a test")
+    open_store(f"{home}/r").put(late.key, content)
+    run = open_run(str(home), "r")
+    assert [entry.key for entry in find_garbage(run)["shards"]] == [late.key] and verify_store(run) == []
+    assert [entry.key for entry in collect(home)["shards"]] == [late.key] and find_garbage(run) == {}
+
+
+def test_a_shard_with_forgotten_prompts_that_a_worker_writes_again_is_reported_and_is_garbage(home):
+    with open_run(str(home), "r").lock() as run:
+        old = run.load("it-0001/credit").shards[0]
+        content = run.store.read(old.key)
+        collect_garbage(run)
+        replacement = write_number_shard(run, 9)
+        deleted = Deleted(why="rheostat forget", shard=old.key, rows=1)
+        write_tombstone(run, tombstone_key(old.digest).rpartition("/")[2], deleted, replacement=(replacement,))
+        run.store.delete(old.key)
+    run = open_run(str(home), "r")
+    assert find_garbage(run) == {} and verify_store(run) == []
+    open_store(f"{home}/r").put(old.key, content)
+    (problem,) = verify_store(run)
+    assert old.key in problem and "run `rheostat forget` again" in problem
+    assert [entry.key for entry in find_garbage(run)["shards"]] == [old.key]
 
 
 def collect_and_die(home, deletion, what):

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import io
 import json
 import logging
 import re
@@ -10,13 +11,18 @@ from itertools import product
 from random import Random
 
 import pytest
+from rich.console import Console
 
-from flows.cli.output import rollout_text
+from flows.cli.live import draw_page, print_line
+from flows.cli.options import LineHandler
+from flows.cli.output import answer_rows, rollout_text
+from flows.cli.sweep import _Reporter
 from infra.errors import WorkerFailed
 from infra.terminal import command_app, run_command, write
 from infra.untrusted_text import log_visibly, make_visible, redact
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
+from tasks.views.run_progress import Activity, RunProgress
 
 HOSTILE = "\x1b[2J\x9b0m\x7f\u202eabc\u2066\r\U000e0041\ud800"
 ESCAPED = r"\u001b[2J\u009b0m\u007f\u202eabc\u2066\u000d\udb40\udc41\ud800"
@@ -210,3 +216,42 @@ def test_control_characters_are_escaped_in_log_records_and_their_tracebacks():
     shown = logging.Formatter().format(records[0])
     assert shown.startswith(f"{ESCAPED} of 100%\n")
     assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def print_page(text):
+    """Print a live page and a line above the page, both with a text of others, and return the output."""
+    activity = Activity(description=text, note=text)
+    status = RunProgress("r", 3, (), (), activity, eta_seconds=None, is_finished=False)
+    terminal = Console(file=io.StringIO(), width=500, color_system=None)
+    terminal.print(draw_page(status, seconds=1))
+    print_line(terminal, text)
+    return terminal.file.getvalue()
+
+
+def handle_record(text):
+    lines = []
+    handler = LineHandler(lambda line, level: lines.append(line))
+    handler.emit(logging.LogRecord("flows.train", logging.WARNING, "", 0, "%s", (text,), None))
+    return "".join(lines)
+
+
+def report_sweep(text):
+    stream = io.StringIO()
+    _Reporter(stream).tell("lr-1", text)
+    return stream.getvalue()
+
+
+SHOWN_BY = {
+    "live page": print_page,
+    "log line": handle_record,
+    "line of a sweep": report_sweep,
+    "message of an error": lambda text: str(WorkerFailed(text)),
+    "cell of a query": lambda text: str(answer_rows([{text: text}])),
+}
+
+
+@pytest.mark.parametrize("place", SHOWN_BY)
+def test_control_characters_are_escaped_in_every_display_of_a_run(place):
+    shown = SHOWN_BY[place](HOSTILE.replace("\r", ""))
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert r"\u001b[2J" in shown and r"\u202eabc" in shown

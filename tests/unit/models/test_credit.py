@@ -107,7 +107,7 @@ BAD_STARTS = r"'steps': .*ascend.*prompt row 0, sample 0"
             1,
             {"segments": [{"policy_version": 5, "tokens": 1}]},
             Grpo(),
-            r"row 1 .* 2 tokens.* 1 tokens",
+            r"row 1 .* 2 tokens.* 1 token in total",
         ),
         ("rollouts", 1, {"segments": [{"policy_version": 6, "tokens": 2}]}, Grpo(), r"version 6.* version 5"),
         ("estimates", 1, {"sample": 9}, KL, r"2 rows and its estimates with 2 rows .*sample"),

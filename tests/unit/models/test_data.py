@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from infra.errors import BadInput, InputErrors
 from models.config.data import ArithmeticData, FileData
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data import rows as file_rows
 from models.data.examples import Example, warmup_examples
 from models.data.problems import Message, is_heldout, load_problems
@@ -71,7 +71,7 @@ def test_the_held_out_share_is_about_the_configured_share():
 
 
 def test_warm_up_has_the_configured_share_of_worked_answers_and_mostly_wrong_guesses():
-    data, warmup = ArithmeticData(), WarmupConfig(steps=100, batch_size=40, worked_answer_fraction=0.25)
+    data, warmup = ArithmeticData(), SupervisedWarmup(steps=100, batch_size=40, worked_answer_fraction=0.25)
     problems = {problem.prompt: problem for problem in load_problems(data, "train", 5)}
     examples = [(prompt, completion) for prompt, completion, *_ in warmup_examples(data, warmup, 5)]
     assert len(examples) == 4000
@@ -84,17 +84,17 @@ def test_warm_up_has_the_configured_share_of_worked_answers_and_mostly_wrong_gue
 
 def test_an_epoch_of_the_warm_up_contains_every_problem_once_in_its_own_order():
     data = ArithmeticData(train_problems=50)
-    prompts = [prompt for prompt, *_ in warmup_examples(data, WarmupConfig(steps=10, batch_size=10), 0)]
+    prompts = [prompt for prompt, *_ in warmup_examples(data, SupervisedWarmup(steps=10, batch_size=10), 0)]
     assert len(set(prompts[:50])) == len(set(prompts[50:])) == 50
     assert prompts[:50] != prompts[50:]
 
 
 def test_warm_up_on_files_uses_the_answers_of_the_file(tmp_path):
     data = FileData(path=write_lines(tmp_path / "a.jsonl", *number_problems(40)))
-    assert len(warmup_examples(data, WarmupConfig(steps=5, batch_size=4), 0)) == 20
-    assert Example("What is 7 + 1?", "8") in warmup_examples(data, WarmupConfig(steps=20, batch_size=4), 0)
+    assert len(warmup_examples(data, SupervisedWarmup(steps=5, batch_size=4), 0)) == 20
+    assert Example("What is 7 + 1?", "8") in warmup_examples(data, SupervisedWarmup(steps=20, batch_size=4), 0)
     with pytest.raises(BadInput, match=r"data\.answer_column.*\[warmup\]"):
-        warmup_examples(data.model_copy(update={"answer_column": None}), WarmupConfig(), 0)
+        warmup_examples(data.model_copy(update={"answer_column": None}), SupervisedWarmup(), 0)
 
 
 # ---- files

@@ -16,7 +16,7 @@ from PIL import Image
 from infra.errors import BadInput
 from models.config.data import FileData
 from models.config.texts import TextRules
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.data.examples import Example, warmup_examples
 from models.data.images import check_pixels, data_address, digest_of, read_header
 from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
@@ -87,7 +87,7 @@ def test_messages_mark_the_positions_of_their_images(folder):
 
 
 def test_warm_up_examples_have_the_images_of_their_problems(folder):
-    [example] = warmup_examples(write_rows(folder, "red.png"), WarmupConfig(steps=1, batch_size=1), 0)
+    [example] = warmup_examples(write_rows(folder, "red.png"), SupervisedWarmup(steps=1, batch_size=1), 0)
     assert example == Example(QUESTION, "x", (RED,))
 
 
@@ -325,7 +325,7 @@ def test_a_prompt_that_cannot_be_tokenized_with_its_images_is_refused(tokenizer,
     with pytest.raises(BadInput, match=r"a:1: .*1 placeholders.* 2"):
         prompts = [Problem("a:1", "<image> What?", "", images=(RED,))]
         tokenize_problems(prompts, tokenizer, processor, rules=TextRules("parse"))
-    with pytest.raises(BadInput, match=r"a:1: .*1 images.*only text"):
+    with pytest.raises(BadInput, match=r"a:1: .*1 image, .*only text"):
         tokenize_problems([Problem("a:1", QUESTION, "", images=(RED,))], tokenizer)
 
 

@@ -14,7 +14,7 @@ from models.config.data import ArithmeticData
 from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, ServedReward, TrainedJudge
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.config.verdicts import LogprobVerdict
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, JudgeWork, PolicyWork, RewardModelPreparation
@@ -25,7 +25,7 @@ from tests.support.judged import rollouts
 
 DATA = ArithmeticData(operations=1, train_problems=400, heldout_problems=16)
 SHAPE = ScratchPolicy(architecture="qwen3", hidden_size=64, intermediate_size=96, context=64)
-WARMUP = WarmupConfig(steps=150, batch_size=32, learning_rate=3e-3)
+WARMUP = SupervisedWarmup(steps=150, batch_size=32, learning_rate=3e-3)
 REWARD = JudgeReward(
     name="honest",
     model=TrainedJudge(shape=SHAPE, warmup=WARMUP),
@@ -39,7 +39,7 @@ def prepare_judge(home: Path, reward: ServedReward = REWARD) -> Outcome:
     return PreparationWorker(str(home), "run", 1).make_reward_model(work)
 
 
-def train_judge(home: Path, judge: ModelVersion, warmup: WarmupConfig = WARMUP) -> Outcome:
+def train_judge(home: Path, judge: ModelVersion, warmup: SupervisedWarmup = WARMUP) -> Outcome:
     worker = UpdateWorker(str(home), "run", update=UpdateConfig(), algorithm=Grpo(), temperature=1.0, threads=1)
     worker.join(0, 1, "127.0.0.1", 0)
     return worker.warm_judge(JudgeWarmupWork(judge=judge, reward=REWARD, data=DATA, warmup=warmup, seed=0))

@@ -11,7 +11,7 @@ from models.config.data import ArithmeticData
 from models.config.judges import Canaries, JudgeReward, TrainedJudge
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
 from models.data.problems import load_problems
 from models.judges.chats import escape
@@ -31,7 +31,7 @@ def fill(completion: str, *, template: str = FENCED, seed: int = 7) -> str:
 
 
 def build_examples(steps: int = 20, **changes: object):
-    return judge_examples(DATA, JUDGE.model_copy(update=changes), WarmupConfig(steps=steps), 0)
+    return judge_examples(DATA, JUDGE.model_copy(update=changes), SupervisedWarmup(steps=steps), 0)
 
 
 # ---- questions
@@ -72,7 +72,7 @@ def test_a_question_has_as_many_fences_as_its_template_for_any_completion(comple
 
 def test_half_of_the_examples_are_right_and_their_verdicts_are_true():
     examples = build_examples(40)
-    assert len(examples) == 40 * WarmupConfig().batch_size
+    assert len(examples) == 40 * SupervisedWarmup().batch_size
     judge = numeric_reward(NumericReward())
     for each in examples:
         answer, completion, _ = str(each.prompt).split("|")

@@ -236,7 +236,7 @@ def test_prompts_without_room_for_a_completion_are_dropped_and_counted(propose):
     rows = [{**row, "prompt": f"{n} {row['prompt']}"} for n, row in enumerate(rows)]
     proposal, config = propose(rows)
     assert config.data.on_too_long == "drop"
-    assert "excludes 1 problems" in proposal.document
+    assert "excludes 1 problem that leaves no room" in proposal.document
     assert check(Inputs.model_validate_json(config.model_dump_json())).facts["too_long"] == 1
 
 

@@ -7,7 +7,7 @@ from models.config.data import MeasuresData
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment
 from models.config.policy import ScratchPolicy
-from models.config.training import WarmupConfig
+from models.config.training import SupervisedWarmup
 from models.config.users import DirectoryUser, TrainedUser
 from models.data.problems import Message, Problem, load_problems
 from models.environments.user_view import Transcript, fill_instructions, user_examples
@@ -39,7 +39,7 @@ def test_the_worked_turns_of_a_problem_request_the_measure_in_its_question():
 
 
 def test_a_user_trains_on_the_replies_of_worked_episodes():
-    examples = user_examples(dialogue(), DATA, warmup=WarmupConfig(steps=10, batch_size=8), seed=1)
+    examples = user_examples(dialogue(), DATA, warmup=SupervisedWarmup(steps=10, batch_size=8), seed=1)
     assert len(examples) == 80
     for prompt, completion, *_ in examples:
         width, height, question = prompt.splitlines()

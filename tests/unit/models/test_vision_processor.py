@@ -65,7 +65,7 @@ def test_newlines_around_an_image_are_encoded_together(directories):
 
 def test_more_images_than_placeholders_are_refused_with_both_numbers(directories):
     processor = load_processor(directories["idefics3"])
-    with pytest.raises(ValueError, match=r"<image> 1 times, but it has 2 images"):
+    with pytest.raises(ValueError, match=r"<image> 1 time, but it has 2 images"):
         processor.expand([processor.place_id], [ImageSize(24, 24)] * 2)
 
 

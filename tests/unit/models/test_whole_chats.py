@@ -12,7 +12,7 @@ from infra.errors import BadInput
 from models.config.data import ArithmeticData
 from models.config.policy import ScratchPolicy
 from models.config.texts import TextRules
-from models.config.training import ChatTraining, PolicyWarmup
+from models.config.training import ChatTraining, WarmupConfig
 from models.data.images import digest_of
 from models.data.problems import ImagePlace, Message, TemplateArguments
 from models.data.training_chats import TrainingChat, load_chats, order_chats
@@ -238,7 +238,7 @@ def test_architectures_that_mix_tokens_outside_of_attention_cannot_be_packed(con
     policy = inspect_scratch(ScratchPolicy(), ["Ana has 3 pens"])
     policy = replace(policy, shape=replace(policy.shape, packs=may_share_prompts(build(config))))
     path = write_lines(tmp_path / "chats.jsonl", {"messages": [each.encode() for each in CHAT]})
-    warmup = PolicyWarmup(chats=ChatTraining(path=path, packing=True))
+    warmup = WarmupConfig(chats=ChatTraining(path=path, packing=True))
     with pytest.raises(BadInput, match=r"packing = true is not supported .* Set packing = false"):
         check_chats(warmup, policy, ArithmeticData(), [], [])
 
@@ -291,7 +291,7 @@ def test_held_out_chats_may_be_a_file_or_none(tmp_path):
 
 
 def test_every_epoch_has_each_chat_once_and_is_rounded_up_to_whole_steps():
-    warmup = PolicyWarmup(batch_size=4, chats=ChatTraining(path="chats.jsonl", epochs=3)).for_chats(6)
+    warmup = WarmupConfig(batch_size=4, chats=ChatTraining(path="chats.jsonl", epochs=3)).for_chats(6)
     assert warmup.steps == 5
     order = order_chats(6, warmup.steps * warmup.batch_size, seed=1)
     assert [sorted(order[start : start + 6]) for start in (0, 6, 12)] == [[*range(6)]] * 3

@@ -1,4 +1,7 @@
-"""Every input of the tables in this folder is refused in one line that names what a user needs to fix it."""
+"""Every input of the tables in this folder is refused in one line that names what a user needs to fix it.
+
+Commands that start a process with torch are in the tables with `pytest.mark.system`.
+"""
 
 import pytest
 

@@ -1,15 +1,16 @@
 """Parsing of the configuration and the identity of a run. Refused settings are in the tables of tests/unit/refusals."""
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from prefect.utilities.callables import parameter_schema
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from infra.config import PoolsConfig, describe_difference
+from infra.config import PoolsConfig, Settings, describe_difference
 from infra.errors import BadInput
 from models.config.policy import VisionScratchPolicy
 from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
@@ -54,6 +55,23 @@ def test_true_is_not_accepted_as_a_number():
         with pytest.raises(BadInput, match=rf"run.toml: {key}[.\w]* .*(integer|number).* True"):
             override_config(document, [f"{key}=true"], source="run.toml")
     assert parse_config({"report": False}, source="run.toml").report is False
+
+
+def test_no_key_of_any_kind_of_settings_accepts_true_unless_it_is_a_boolean():
+    accepting = []
+    for kind in subclasses(Settings):
+        for name, field in kind.model_fields.items():
+            if re.search(r"\b(bool|JsonValue|object)\b", str(field.annotation)) or inspect.isabstract(kind):
+                continue
+            with pytest.raises(ValidationError) as refused:
+                kind.model_validate({name: True, "no such key": 0})
+            if name not in {error["loc"][0] for error in refused.value.errors()}:
+                accepting.append(f"{kind.__name__}.{name}")
+    assert accepting == []
+
+
+def subclasses(base: type) -> set[type]:
+    return {found for child in base.__subclasses__() for found in (child, *subclasses(child))}
 
 
 def test_several_faults_are_reported_at_once_with_unknown_keys_first():

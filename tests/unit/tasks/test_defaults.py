@@ -68,7 +68,7 @@ def test_a_run_continues_with_its_recorded_sizes_after_a_change_of_its_files(tmp
 def test_a_default_that_exceeds_the_problems_is_not_refused_and_a_set_value_is():
     few, data = {"max_prompts": 47.0, "heldout_problems": 3.0}, ArithmeticData()
     check_sizes(data, few, prompts=64, evaluated=256, giving_way=("rollout.prompts", "evaluation.problems"))
-    with pytest.raises(BadInput, match=r"rollout.prompts is 64, but there are only 47 training problems"):
+    with pytest.raises(BadInput, match=r"rollout.prompts is 64, but the data has only 47 training problems"):
         check_sizes(data, few, prompts=64, evaluated=3, giving_way=("evaluation.problems",))
     with pytest.raises(BadInput, match=r"evaluation.problems is 256, but only 3 problems are held out"):
         check_sizes(data, few, prompts=47, evaluated=256, giving_way=("rollout.prompts",))

@@ -1,0 +1,79 @@
+"""Tensors whose values are computed when they are written, so that a sharded model is never gathered as a whole."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+GATHERED: Final = 2
+"""Number of gathered parameters that are kept at a time. The tensors of an expert alternate between two parameters that
+hold all experts of a layer."""
+
+
+class LazyTensor(Tensor):
+    """Tensor on the meta device that knows how to compute its values. Torch functions of lazy tensors return lazy
+    tensors. Functions that need the values to know the shape of their result are refused by the meta device."""
+
+    outline: Tensor
+    """Tensor on the meta device with the shape and dtype of this tensor."""
+    compute: Callable[[], Tensor]
+    """Function that returns a tensor with the values."""
+
+    @staticmethod
+    def __new__(cls: type["LazyTensor"], outline: Tensor, compute: Callable[[], Tensor]) -> "LazyTensor":
+        """Create a tensor like `outline`, whose values `compute` returns."""
+        made: LazyTensor = Tensor._make_wrapper_subclass(
+            cls, outline.shape, strides=outline.stride(), dtype=outline.dtype, device=torch.device("meta")
+        )
+        made.outline, made.compute = outline, compute
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's annotation lacks `func`
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """Run a torch function on the outlines now, and on the values when a result is computed."""
+        outlines, outline_options = tree_map_only(LazyTensor, lambda each: each.outline, (args, kwargs))
+        result = func(*outlines, **outline_options)
+
+        def compute() -> object:
+            values, options = tree_map_only(LazyTensor, lambda each: each.compute(), (args, kwargs))
+            return func(*values, **options)
+
+        if isinstance(result, Tensor):
+            return LazyTensor(result, cast(Callable[[], Tensor], compute))
+        if isinstance(result, list | tuple):
+            return [LazyTensor(part, partial(_compute_part, compute, place)) for place, part in enumerate(result)]
+        return result
+
+
+def _compute_part(compute: Callable[[], object], place: int) -> Tensor:
+    return cast(Sequence[Tensor], compute())[place]
+
+
+def compute_values(tensor: Tensor) -> Tensor:
+    """Return a tensor with values: the argument, or the computed values of a lazy tensor."""
+    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor
+
+
+def build_lazy_state(model: nn.Module, gather: Callable[[nn.Parameter], Tensor]) -> Mapping[str, Tensor]:
+    """Return the state of a model under ZeRO-3, like `state_dict`, with lazy tensors for the parameters. `gather`
+    returns the values of a sharded parameter. At most `GATHERED` parameters are kept at a time."""
+    gather = lru_cache(maxsize=GATHERED)(gather)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def build(name: str, value: Tensor) -> Tensor:
+        parameter = parameters.get(name)
+        if parameter is None:
+            return value
+        outline = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
+        return LazyTensor(outline, lambda: gather(parameter))
+
+    return {name: build(name, value) for name, value in model.state_dict().items()}
