@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from infra.errors import BadInput
+from infra.untrusted_text import make_visible
 
 Platform = Literal["cpu", "cuda"]
 
@@ -151,9 +152,9 @@ def main() -> int:
         if platform == "cuda":
             check_driver(TORCH_CUDA)
     except BadInput as error:
-        sys.stderr.write(f"rheostat: {error}\n")
+        sys.stderr.write(make_visible(f"rheostat: {error}\n"))
         return error.exit_code
-    sys.stdout.write(f"{platform}\n")
+    sys.stdout.write(make_visible(f"{platform}\n"))
     return 0
 
 
