@@ -9,6 +9,13 @@ from infra.errors import BadInput
 MAX_MEBIBYTES: Final = 256
 """Maximum size in MiB of a text file that is read. A larger file is refused."""
 
+TEXT_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv")
+"""Suffixes of text files with rows of data. They may be followed by one of `PACKED_SUFFIXES`."""
+PACKED_SUFFIXES: Final = (".gz", ".zst")
+"""Suffixes of compressed text files."""
+DATA_SUFFIXES: Final = (*TEXT_SUFFIXES, ".parquet", ".arrow", ".feather")
+"""Suffixes of all files from which rows of data can be read."""
+
 LFS_POINTER: Final = b"version https://git-lfs"
 """First bytes of a Git LFS pointer file, which takes the place of a large file until Git LFS downloads it."""
 FETCH_LFS: Final = "is a Git LFS pointer, not the file itself. Run `git lfs pull` in its directory"

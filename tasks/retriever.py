@@ -13,13 +13,14 @@ from infra.pools.cluster import RayCluster
 from infra.pools.pool import Pool
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
+from infra.store.dependencies import Dependencies, record_dependencies
 from infra.store.manifests import Manifest, provenance_here
 from infra.store.run_record import has_results
 from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
 from models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
 from models.records.versions import Outcome
-from tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
+from tasks.run.hub_inputs import fetch_hub_inputs, hub_commits, with_hub_commits
 from tasks.run.stages import controller_provenance, stage
 
 logger = logging.getLogger(__name__)
@@ -72,13 +73,16 @@ async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
             await pool.run("check_pairs", config, returns=Outcome)
         run = existing or create_run(store, config.name, config.identity())
         with run.lock():
+            commits = Dependencies(code={}, data={}, libraries={}, hub=hub_commits(config))
+            record_dependencies(run, commits, iteration=1)
             yield OpenRetriever(config, run, pool)
 
 
 def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
     """Return the configuration with defaults that preserve the previous behavior for keys that are newer than the
-    stored results."""
-    existing, config = _find_existing(config), with_hub_commits(config)
+    stored results, and with the commits of the stored results for names on the Hugging Face Hub."""
+    existing = _find_existing(config)
+    config = with_hub_commits(config, existing)
     return config if existing is None else adopt_recorded(config, existing.record.config)
 
 

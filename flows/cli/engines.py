@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from models.engines.vllm.server import Server
 
 Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE", help="kind of the engine")]
-ModelDirectory = Annotated[Path, Parameter(name="DIRECTORY", help="model directory in Hugging Face format")]
+ModelName = Annotated[
+    str,
+    Parameter(name="MODEL", help="model directory in Hugging Face format, or the name of a model on the Hub"),
+]
 EngineOverrides = Annotated[
     str,
     Parameter(
@@ -93,7 +96,7 @@ def check(engine: Engine, /, *, python: InstalledInterpreter = None, as_json: Js
 
 def serve(
     engine: Engine,
-    directory: ModelDirectory,
+    model: ModelName,
     /,
     *overrides: EngineOverrides,
     port: Port = None,
@@ -101,7 +104,8 @@ def serve(
     experts: Experts = False,
     key_variable: KeyVariable = "RHEOSTAT_ENGINE_KEY",
 ) -> None:
-    """Serve a model directory with an inference engine until Ctrl-C, for runs that set rollout.engine.base_urls."""
+    """Serve a model with an inference engine until Ctrl-C, for runs that set rollout.engine.base_urls."""
+    from infra.store.inputs import fetch_path, read_model_path
     from models.engines.vllm.server import Address, start_server
 
     log_progress(quiet=True)
@@ -112,7 +116,7 @@ def serve(
     with contextlib.suppress(KeyboardInterrupt):
         server = start_server(
             config,
-            directory,
+            fetch_path(read_model_path(model)),
             adapter_rank=adapter_rank,
             report_experts=experts,
             on_progress=lambda: None,

@@ -45,7 +45,10 @@ AcceptChange = Annotated[
     bool, Parameter(help="resume even if reward code, data files or library versions have changed")
 ]
 DryRun = Annotated[bool, Parameter(help="check everything and print the plan, without writing anything")]
-PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory in Hugging Face format")]
+PolicyName = Annotated[
+    str,
+    Parameter(name="POLICY", help="model directory in Hugging Face format, or the name of a model on the Hub"),
+]
 OnDevice = Annotated[
     str | None,
     Parameter(
@@ -182,8 +185,8 @@ def reward_model(
     _run_and_print("reward-model", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
-def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
-    """Evaluate a policy directory on held-out problems."""
+def evaluate(policy: PolicyName, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
+    """Evaluate a policy on held-out problems: a model directory, or a model on the Hugging Face Hub."""
     log_progress(quiet=True)
     accuracy = evaluate_here(policy, config_path=config, overrides=overrides)
     write(accuracy.model_dump_json(indent=2) if as_json else f"held-out accuracy {accuracy.line()}")
@@ -270,8 +273,9 @@ def run_part(
     raise AssertionError(f"there is no part of a job with the name {command!r}")
 
 
-def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
-    """Evaluate a policy directory on held-out problems, in a temporary store that is deleted afterwards."""
+def evaluate_here(policy: str, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
+    """Evaluate a policy on held-out problems, in a temporary store that is deleted afterwards. `policy` is a directory,
+    an address or the name of a model on the Hugging Face Hub."""
     from tasks.run.hub_inputs import with_hub_commits
     from tasks.run.preflight import mark_as_checked, preflight, with_data_sized_defaults
 
@@ -354,28 +358,29 @@ def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
     return "\n".join(lines)
 
 
-def _build_evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
+def _build_evaluation_config(policy: str, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
     from infra.store.dependencies import recorded_config
-    from infra.store.inputs import format_path, has_run, is_remote
+    from infra.store.inputs import format_path, has_run, is_on_hub, is_remote, read_model_path
     from infra.store.runs import open_run
     from tasks.config.run import override_config
 
-    place = policy if is_remote(policy) else policy.resolve()
+    path = read_model_path(policy)
+    place = path if is_remote(path) else path.resolve()
     if has_run(place):
         raise BadInput(
-            f"{format_path(policy)} is the folder of a run, but evaluate needs the directory of a policy. `rheostat "
+            f"{format_path(path)} is the folder of a run, but evaluate needs the directory of a policy. `rheostat "
             f"show {place.name}` lists the policies of the run."
         )
     if config_path is not None:
         config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
-        home = next((parent for parent in place.parents if has_run(parent)), None)
+        home = None if is_on_hub(path) else next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
             raise BadInput(
-                f"The policy {format_path(policy)} does not belong to a run, so the problems to evaluate on are "
+                f"The policy {policy} does not belong to a run, so the problems to evaluate on are "
                 "unknown. Set --config to a configuration file with the problems."
             )
         document = recorded_config(open_run(format_path(home.parent), home.name))
         config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
-    directory = config.policy.with_path(policy)
+    directory = config.policy.with_path(path)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

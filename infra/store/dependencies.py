@@ -168,7 +168,8 @@ def record_dependencies(
     run: Run, now: Dependencies, *, iteration: int, folder: str = "", accept_change: bool = False, prefix: str = ""
 ) -> None:
     """Record the present dependencies of a locked run, which apply from `iteration` on. Nothing is written if they have
-    not changed. `folder` is the folder of the job, which may change without being considered a different dependency.
+    not changed. `folder` is the folder of the job, which may change without being considered a different dependency, as
+    may the commits of a run that has no results yet.
 
     Raises RunChanged if the dependencies differ and `accept_change` is not set.
     """
@@ -178,7 +179,8 @@ def record_dependencies(
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
         logger.warning("run %s continues from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
-    if changes or not records or records[-1].folder != folder:
+    is_moved = bool(records) and (records[-1].folder, records[-1].dependencies.hub) != (folder, now.hub)
+    if changes or not records or is_moved:
         created = provenance_here().created
         record = DependencyRecord(iteration=iteration, created=created, dependencies=now, folder=folder)
         run.write_entry(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())

@@ -7,22 +7,21 @@ HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. No file that could execute code is fet
 
 import fnmatch
 import glob
-import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from infra.errors import BadInput
+from infra.store.hub_files import HubFile, cached_file, verify_files
 from infra.store.hub_names import HubAddress, is_hub_name, parse_hub_name
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import HfApi
+    from huggingface_hub.hf_api import HfApi, RepoFile
 
 MODEL_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md")
 """Patterns of the files of a model that are downloaded: weights, configuration and tokenizer. Files that could execute
@@ -112,41 +111,44 @@ def fetch_files(address: HubAddress, files: Sequence[str]) -> Path:
     """Return the folder in the Hub's cache that contains these files of a repository. Missing files are downloaded. The
     revision of the address must be a commit.
 
-    Files that the repository does not have are skipped.
+    Files that the repository does not have are skipped. Each file is compared with its digest once, also if it was in
+    the cache before. A file with another digest is downloaded again.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    fetch = partial(
-        snapshot_download,
-        address.name,
-        repo_type=address.kind,
-        revision=address.revision,
-        cache_dir=cache_folder(),
-        allow_patterns=[glob.escape(name) for name in files],
-    )
-    with suppress(LocalEntryNotFoundError):
-        return Path(fetch(local_files_only=True))
-    if is_offline():
-        raise BadInput(
-            f"files of {address.kind} {address.label} are missing from the Hugging Face cache {cache_folder()}, and "
-            "this process may not download (HF_HUB_OFFLINE). Start the run again without this variable, or use one "
-            "HF_HOME on all machines"
-        )
-    folder = _repository_folder(address) / "snapshots" / address.revision
-    new = [name for name in files if not (folder / name).exists()]
-    logger.info("fetching files of %s %s from the Hugging Face Hub", address.kind, address.label)
-    for last in (False, False, True)[-DOWNLOAD_TRIES:]:
-        with _explained(address, is_last=last):
-            fetch(endpoint=_endpoint(), library_name="rheostat")
-            _verify(address, folder, new)
+    listed = list_files(address)
+    names, folder = [name for name in files if name in listed], _snapshot_folder(address)
+    for attempt in range(1, DOWNLOAD_TRIES + 1):
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing and is_offline():
+            raise _not_cached(address)
+        with _explained(address, is_last=attempt == DOWNLOAD_TRIES):
+            if missing:
+                _download(address, missing)
+            verify_files(folder, {name: listed[name] for name in names}, may_delete=not is_offline())
             return folder
     raise AssertionError("the download loop ended without a result and without an error")
 
 
-def list_files(address: HubAddress) -> dict[str, int]:
-    """Return the size in bytes of each file of a repository, by path. The revision of the address must be a commit, and
-    at least one file must be in the cache already."""
+def _download(address: HubAddress, names: Sequence[str]) -> None:
+    from huggingface_hub import snapshot_download
+
+    logger.info("fetching files of %s %s from the Hugging Face Hub", address.kind, address.label)
+    snapshot_download(
+        address.name,
+        repo_type=address.kind,
+        revision=address.revision,
+        cache_dir=cache_folder(),
+        allow_patterns=[glob.escape(name) for name in names],
+        endpoint=_endpoint(),
+        library_name="rheostat",
+    )
+
+
+def list_files(address: HubAddress) -> dict[str, HubFile]:
+    """Return the files of a repository by path, from the cache or from the Hub. The revision of the address must be a
+    commit.
+
+    Raises BadInput if the Hub cannot be reached and the cache has no file of this commit.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -154,11 +156,30 @@ def list_files(address: HubAddress) -> dict[str, int]:
         tree = get_cached_repo_tree(
             address.name, repo_type=address.kind, revision=address.revision, cache_dir=cache_folder()
         )
-        return {file.path: file.size for file in tree}
-    except CachedRepoTreeNotFoundError:  # downloaded by an older version of huggingface_hub
-        folder = _repository_folder(address) / "snapshots" / address.revision
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    except CachedRepoTreeNotFoundError:
+        folder = _snapshot_folder(address)
+        if folder.is_dir():  # downloaded by an older version of huggingface_hub
+            paths = sorted(path for path in folder.rglob("*") if path.is_file())
+            return {path.relative_to(folder).as_posix(): cached_file(path) for path in paths}
+        if is_offline():
+            raise _not_cached(address) from None
+        return _query_files(address, os.environ.get("HF_ENDPOINT", ""), os.environ.get("HF_TOKEN", ""))
+    return {file.path: _describe_file(file) for file in tree}
+
+
+@cache
+def _query_files(address: HubAddress, endpoint: str, token: str) -> dict[str, HubFile]:
+    """Query the Hub for the files of a commit. The other arguments are settings on which the result depends, so that
+    the cached results are separate."""
+    from huggingface_hub import RepoFile
+
+    with _explained(address):
+        tree = _api().list_repo_tree(address.name, repo_type=address.kind, revision=address.revision, recursive=True)
+        return {file.path: _describe_file(file) for file in tree if isinstance(file, RepoFile)}
+
+
+def _describe_file(file: "RepoFile") -> HubFile:
+    return HubFile(file.size, file.blob_id) if file.lfs is None else HubFile(file.lfs.size, file.lfs.sha256)
 
 
 def find_hub_base(directory: Path) -> Path | None:
@@ -230,21 +251,12 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _verify(address: HubAddress, folder: Path, names: Sequence[str]) -> None:
-    """Compare downloaded files with their digests, which are the file names in the Hub's cache. Raises OSError and
-    deletes the file if a digest is wrong."""
-    for path in (folder / name for name in names):
-        blob = path.resolve()
-        if blob.parent.name != "blobs" or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
-            continue
-        with blob.open("rb") as content:
-            digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
-            while block := content.read(2**20):
-                digest.update(block)
-        if digest.hexdigest() != blob.name:
-            path.unlink()
-            blob.unlink()
-            raise OSError(f"{path.name} was downloaded, but its digest is not the one that the Hub lists for this file")
+def _not_cached(address: HubAddress) -> BadInput:
+    return BadInput(
+        f"files of {address.kind} {address.label} are missing from the Hugging Face cache {cache_folder()}, and "
+        "this process may not download (HF_HUB_OFFLINE). Start the run again without this variable, or use one "
+        "HF_HOME on all machines"
+    )
 
 
 @contextmanager
@@ -305,6 +317,10 @@ def _endpoint() -> str | None:
 
 def _repository_folder(address: HubAddress) -> Path:
     return cache_folder() / f"{address.kind}s--{address.name.replace('/', '--')}"
+
+
+def _snapshot_folder(address: HubAddress) -> Path:
+    return _repository_folder(address) / "snapshots" / address.revision
 
 
 def _type_option(address: HubAddress) -> str:

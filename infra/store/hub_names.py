@@ -9,6 +9,7 @@ from typing import Final, Literal, Self
 from urllib.parse import parse_qsl, urlencode
 
 from infra.errors import BadInput
+from infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
 
 HubKind = Literal["model", "dataset"]
 HF: Final = "hf://"
@@ -16,7 +17,7 @@ HF: Final = "hf://"
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _FILE_SUFFIXES: Final = (
-    *(".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather", ".gz", ".zst", ".zip", ".tar"),
+    *(*DATA_SUFFIXES, *PACKED_SUFFIXES, ".txt", ".zip", ".tar"),
     *(".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf", ".png", ".jpg", ".jpeg", ".py", ".toml", ".yaml", ".md"),
 )
 """Suffixes of file names. A text that ends with one of them is a path, and not the name of a repository."""

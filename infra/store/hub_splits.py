@@ -7,16 +7,18 @@ the README and empty files with the same names, so it reads no data and accesses
 import json
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from infra.errors import BadInput
+from infra.store.hub_files import NOTES
 from infra.store.hub_names import HubAddress
+from infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
 from infra.validation_errors import nearest
 
-READABLE: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
-"""Suffixes of data files that can be read. They may be followed by .gz or .zst."""
+METADATA: Final = "metadata"
+"""Name, without its suffix, of the file with the rows of a dataset that consists of images (`imagefolder`)."""
 
 
 def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> list[str]:
@@ -33,11 +35,13 @@ def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> l
             f"{nearest(address.split, [*splits])}"
         )
     chosen = splits[address.split or next(iter(splits))]
+    chosen = [name for name in chosen if PurePosixPath(name).stem == METADATA] or chosen  # a folder of images
     for name in chosen:
-        if not name.removesuffix(".gz").removesuffix(".zst").endswith(READABLE):
+        suffixes = [suffix for suffix in PurePosixPath(name).suffixes if suffix not in PACKED_SUFFIXES]
+        if not suffixes or suffixes[-1] not in DATA_SUFFIXES:
             raise BadInput(
                 f"dataset {address.name}: the file {name} has a format that cannot be read. Files must have one of "
-                f"the suffixes {', '.join(READABLE)}. Convert it with "
+                f"the suffixes {', '.join(DATA_SUFFIXES)}. Convert it with "
                 "datasets.load_dataset(…).to_parquet('train.parquet'), and set the path of this file"
             )
     return chosen
@@ -53,7 +57,7 @@ def _files_by_split(address: HubAddress, folder: Path, files: tuple[str, ...]) -
 
     The result is stored next to the cached snapshot, because importing `datasets` takes seconds.
     """
-    stored = folder.parent.parent / ".rheostat" / f"{address.revision}.{address.config}.json"
+    stored = folder.parent.parent / NOTES / f"{address.revision}.{address.config}.json"
     with suppress(OSError, ValueError):
         return {name: [*paths] for name, paths in json.loads(stored.read_text()).items()}
     splits = _find_splits(address, folder, files)
@@ -69,11 +73,13 @@ def _find_splits(address: HubAddress, folder: Path, files: tuple[str, ...]) -> d
     with TemporaryDirectory(prefix="rheostat-hub-") as scratch:
         outline, caches = Path(scratch, "repository").resolve(), Path(scratch, "cache")
         for name in files:
-            if not name.endswith(".py"):
+            if not name.endswith(".py") and name != "README.md":
                 (outline / name).parent.mkdir(parents=True, exist_ok=True)
                 (outline / name).touch()
-        if (readme := folder / "README.md").is_file():
-            (outline / "README.md").write_bytes(readme.read_bytes())
+        with suppress(FileNotFoundError):
+            readme = (folder / "README.md").read_bytes()
+            if readme.lstrip().startswith(b"---"):  # without metadata, the library would print a warning
+                (outline / "README.md").write_bytes(readme)
         try:
             configs = datasets.get_dataset_config_names(str(outline))
             if address.config not in configs and (address.config or len(configs) > 1):

@@ -22,6 +22,8 @@ from pydantic import (
     JsonValue,
     PlainSerializer,
     SerializationInfo,
+    TypeAdapter,
+    ValidationError,
     ValidationInfo,
     WrapValidator,
 )
@@ -35,7 +37,7 @@ from infra.store.storage import open_store
 
 S3: Final = "s3:"
 HUB: Final = "hf:"
-_SCHEMES: Final = (S3, HUB, *(f"{scheme}:" for scheme in remote_files.PACKAGES))
+_SCHEMES: Final = (HUB, *(f"{scheme}:" for scheme in remote_files.PACKAGES))
 
 
 def is_remote(path: Path) -> bool:
@@ -328,6 +330,18 @@ Program = Annotated[Path, BeforeValidator(_locate_program), _AS_TEXT]
 """Type of a program in a configuration, given as a path with `/` or as a name that is searched in PATH."""
 
 
+def read_model_path(text: str) -> Path:
+    """Convert a command-line argument that names a model directory to a path. The text is a path on this machine, an
+    address, or the name of a model on the Hugging Face Hub, as in a configuration.
+
+    Raises BadInput if the address is not valid.
+    """
+    try:
+        return TypeAdapter[Path](ModelLocation).validate_python(text)
+    except ValidationError as error:
+        raise BadInput(f"{text}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
+
 def fetch_path(path: Path) -> Path:
     """Return a local path of a file or directory. If it is in a bucket or on the Hugging Face Hub, it is first
     downloaded into the cache.
@@ -339,25 +353,7 @@ def fetch_path(path: Path) -> Path:
         return path
     if is_on_hub(path):
         return fetch_snapshot(parse_hub_address(format_path(path)))
-    if path.parts[0] != S3:
-        return remote_files.fetch_address(format_path(path))
-    if len(path.parts) < 3:
-        raise BadInput(f"{format_path(path)} is not the address of a file in a bucket. Write it like s3://bucket/name")
-    store, name = open_store(format_path(path.parent)), path.name
-    if store.exists(name):
-        return store.local_path(name)
-    keys = [entry.key for entry in store.entries(f"{name}/")]
-    if not keys:
-        raise BadInput(
-            f"{format_path(path)} does not exist: there is neither a file nor a directory with files at this address. "
-            "Check the names of the bucket and the file."
-        )
-    files = [store.local_path(key) for key in keys]
-    directory = files[0].parents[keys[0].count("/") - 1]
-    for other in directory.rglob("*"):
-        if other.is_file() and other not in files:
-            other.unlink(missing_ok=True)
-    return directory
+    return remote_files.fetch_address(format_path(path))
 
 
 def has_run(path: Path) -> bool:

@@ -11,8 +11,10 @@ MessageFields = Literal["keep", "drop"]
 
 TOOLS: Final = "tools"
 KWARGS: Final = "chat_template_kwargs"
-"""Default names of the columns with tools and with chat template variables. A file may lack columns with these
-names."""
+SYSTEM: Final = "system"
+"""Default names of the columns with tools, with chat template variables and with system messages. A file may lack
+columns with these names."""
+DEFAULT_COLUMNS: Final = (TOOLS, KWARGS, SYSTEM)
 RESERVED_KWARGS: Final = (
     *("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "return_assistant_tokens_mask"),
@@ -36,6 +38,9 @@ class ChatColumns(Settings):
     chat_template_kwargs_column: Annotated[str | None, Since("0.2.0", before=None)] = KWARGS
     """Column with variables that the chat template receives for this row only: an object, or JSON text. They take
     precedence over `chat_template_kwargs`. A file may lack the default column. Set "" to read no column."""
+    system_column: Annotated[str | None, Since("0.2.0", before=None)] = SYSTEM
+    """Column with the text of the system message of a chat, as in files of ShareGPT chats. A file may lack the default
+    column, and the text may be empty. Plain-text prompts do not use this column. Set "" to read no column."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -49,26 +54,27 @@ class ChatColumns(Settings):
 
     @property
     def required_chat_columns(self) -> list[str]:
-        """Configured columns with tools or template variables that every file must have. Columns with the default names
-        are not required."""
-        return [name for name in self.argument_columns if name not in (TOOLS, KWARGS)]
+        """Configured columns with tools, template variables or system messages that every file must have. Columns with
+        the default names are not required."""
+        return [name for name in self.argument_columns if name not in DEFAULT_COLUMNS]
 
     @property
     def set_chat_keys(self) -> list[str]:
-        """Configuration keys of the columns with tools or template variables, if they name other columns than the
-        default ones."""
-        names = {"tools_column": self.tools_column, "chat_template_kwargs_column": self.chat_template_kwargs_column}
-        return [key for key, name in names.items() if name and name not in (TOOLS, KWARGS)]
+        """Configuration keys of the columns with tools, template variables or system messages, if they name other
+        columns than the default ones."""
+        keys = ("tools_column", "chat_template_kwargs_column", "system_column")
+        return [key for key in keys if (name := getattr(self, key)) and name not in DEFAULT_COLUMNS]
 
     @property
     def optional_chat_columns(self) -> list[str]:
-        """Columns with tools or template variables that a file may lack, because they have the default names."""
-        return [name for name in self.argument_columns if name in (TOOLS, KWARGS)]
+        """Columns with tools, template variables or system messages that a file may lack, because they have the default
+        names."""
+        return [name for name in self.argument_columns if name in DEFAULT_COLUMNS]
 
     @property
     def argument_columns(self) -> list[str]:
-        """Names of the columns with arguments of the chat template: tools, and template variables."""
-        return [name for name in (self.tools_column, self.chat_template_kwargs_column) if name]
+        """Names of the columns that add to the messages of a chat: tools, template variables, and system messages."""
+        return [name for name in (self.tools_column, self.chat_template_kwargs_column, self.system_column) if name]
 
 
 class ChatFile(ChatColumns):
@@ -81,6 +87,6 @@ class ChatFile(ChatColumns):
 
     @property
     def chat_columns(self) -> list[str]:
-        """Names of the columns that determine a prompt: the prompt column, then the columns with tools and template
-        variables."""
+        """Names of the columns that determine a prompt: the prompt column, then the columns that add to the messages of
+        a chat."""
         return [self.prompt_column, *self.argument_columns]

@@ -25,6 +25,9 @@ class ImageFileSettings(Settings):
     images_root: Annotated[Location | None, Since("0.1.0", before=None)] = None
     """Directory to which image paths are relative, on this machine or at s3://bucket/name. The default is the directory
     of the data file."""
+    image_mark: Annotated[str, Since("0.2.0", before="")] = "<image>"
+    """Placeholder of an image in the texts of messages, as in files of LLaVA. Each mark becomes the next image of the
+    row in `images_column`. Set "" to read marks as text. Has no effect without `images_column`."""
     min_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
     """Minimum size of an image in pixels (width × height). Smaller images are enlarged. Requires an image processor
     that supports a minimum size. If not set, the default of the policy's image processor is used."""
@@ -44,6 +47,11 @@ class ImageFileSettings(Settings):
                 f"min_pixels is {self.min_pixels}, but max_pixels is only {self.max_pixels}. Raise max_pixels"
             )
         return self
+
+    @property
+    def used_image_mark(self) -> str:
+        """Placeholder of an image in the texts of messages. Empty if there is no column with images."""
+        return self.image_mark if self.images_column is not None else ""
 
     @property
     def pixels(self) -> PixelLimits:

@@ -9,12 +9,13 @@ from pydantic import Field, model_validator
 from infra.config import Fraction, Positive, Settings, Since
 from infra.counts import format_count
 from infra.renamed import RenamedFrom
-from infra.store.inputs import Location
+from infra.store.inputs import DataLocation, Location
 from models.config.chat_files import ChatColumns
 from models.config.denoising import DenoisingConfig
 from models.config.file_rules import FileRules
+from models.config.hub_datasets import HubDatasetChoice
 
-TrainedTurns = Literal["assistant", "last", "all"]
+TrainedTurns = Literal["assistant", "last", "completion", "all"]
 
 
 class SupervisedWarmup(Settings):
@@ -35,15 +36,16 @@ class SupervisedWarmup(Settings):
     effect."""
 
 
-class ChatTraining(ChatColumns, FileRules):
+class ChatTraining(HubDatasetChoice, ChatColumns, FileRules):
     """Chats from a file on which warm-up trains the policy (SFT), instead of on the answers of the problems."""
 
     referenced_files: ClassVar[str] = "models.data.image_files:image_files"
     """Import path `pkg.mod:function` that yields the paths of the image files that the rows of the file name."""
 
-    path: Location
-    """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads."""
-    heldout_path: Location | None = None
+    path: DataLocation
+    """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads, or a
+    dataset on the Hugging Face Hub."""
+    heldout_path: DataLocation | None = None
     """File of chats on which the loss is measured but not trained. If not set, `heldout_fraction` of the chats in
     `path` is used."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
@@ -51,15 +53,25 @@ class ChatTraining(ChatColumns, FileRules):
     the first turn of the assistant selects them. With 0, the loss is not measured on held-out chats."""
     messages_column: str = "messages"
     """Column with the messages of a chat, including the turns of the assistant to train on: `role` and `content`
-    (OpenAI), or `from` and `value` (ShareGPT)."""
+    (OpenAI), or `from` and `value` (ShareGPT). If a file lacks the default column, other columns with chats, or a
+    prompt and a completion, are searched."""
+    prompt_column: Annotated[str, Since("0.2.0", before="prompt")] = "prompt"
+    """Column with the prompt of rows that have a prompt and a completion: plain text, or a list of messages. Prompts
+    are not trained. If this key or `completion_column` is set, `messages_column` is not read."""
+    completion_column: Annotated[str, Since("0.2.0", before="completion")] = "completion"
+    """Column with the completion of rows that have a prompt and a completion: plain text, or a list of messages."""
     images_column: str | None = None
     """Column with the images of a chat, in the order of their placeholders in the messages. If not set, chats have no
     images."""
     images_root: Location | None = None
     """Directory to which image paths are relative. The default is the directory of the data file."""
+    image_mark: Annotated[str, Since("0.2.0", before="")] = "<image>"
+    """Placeholder of an image in the texts of messages, as in files of LLaVA. Each mark becomes the next image of the
+    row in `images_column`. Set "" to read marks as text. Has no effect without `images_column`."""
     loss: TrainedTurns = "assistant"
     """Tokens on which the loss is computed: "assistant" uses all turns of the assistant, "last" only the last one, and
-    "all" every token except the first one."""
+    "all" every token except the first one. If rows have a prompt and a completion, "assistant" uses only turns in the
+    completion, and "completion" uses every token of the completion."""
     packing: bool = False
     """Whether several chats are packed into one row of a batch instead of padding each to the same length. A chat never
     attends to another one, so losses and gradients are the same as without packing. Architectures that combine tokens
@@ -70,6 +82,11 @@ class ChatTraining(ChatColumns, FileRules):
     on_too_long: Literal["refuse", "drop"] = "refuse"
     """Action for chats that are longer than the policy's context: "refuse" ends the run before it begins, "drop" leaves
     them out and records their number."""
+
+    @property
+    def used_image_mark(self) -> str:
+        """Placeholder of an image in the texts of messages. Empty if there is no column with images."""
+        return self.image_mark if self.images_column is not None else ""
 
 
 class WarmupConfig(SupervisedWarmup):
@@ -106,7 +123,12 @@ class WarmupConfig(SupervisedWarmup):
             return f"{format_count(self.steps, 'step')} of {format_count(self.batch_size, 'example')}"
         epochs = self.chats.epochs
         length = format_count(self.steps, "step") if epochs is None else format_count(epochs, "epoch")
-        turns = {"assistant": "the assistant's turns", "last": "the last turn", "all": "all tokens"}[self.chats.loss]
+        turns = {
+            "assistant": "the assistant's turns",
+            "last": "the last turn",
+            "completion": "the completions",
+            "all": "all tokens",
+        }[self.chats.loss]
         return (
             f"{length} of {format_count(self.batch_size, 'chat')} per step, loss on {turns}"
             + ", packed" * self.chats.packing

@@ -10,6 +10,7 @@ from infra.errors import BadInput
 from infra.store.inputs import format_path
 from models.config.data import ProblemFile
 from models.config.preferences import FilePreferences
+from models.config.training import ChatTraining
 from models.data.messages import omit_nulls, read_messages
 from models.data.rows import peek_rows
 from models.data.shapes import Shape, first_value, name_chat, recognize
@@ -55,7 +56,9 @@ def find_problem_columns(path: Path, data: ProblemFile) -> ProblemColumns:
     parts = [f"recognized as {chat} in column {data.prompt_column}"]
     if takes_answers:
         parts.append("the last message of each chat is the reference answer, because the file has no column 'answer'")
-    is_noted = is_recognized or takes_answers or (chat is not None and chat != "OpenAI chats")
+    if reads_system := chat is not None and data.system_column in columns:
+        parts.append(f"the column {data.system_column!r} contains system messages")
+    is_noted = is_recognized or takes_answers or reads_system or (chat is not None and chat != "OpenAI chats")
     return ProblemColumns(data, f"{format_path(path)}: {'; '.join(parts)}." if is_noted else "", takes_answers)
 
 
@@ -151,5 +154,59 @@ def find_pair_columns(path: Path, config: FilePreferences) -> PairColumns:
     )
 
 
-def _is_default(settings: ProblemFile | FilePreferences, key: str) -> bool:
+def _is_default(settings: ProblemFile | FilePreferences | ChatTraining, key: str) -> bool:
     return bool(getattr(settings, key) == type(settings).model_fields[key].default)
+
+
+# ---- chats for supervised training
+@dataclass(frozen=True, slots=True)
+class TrainingColumns:
+    """Settings with which a file of chats is read for supervised training. Columns that were recognized replace the
+    default ones."""
+
+    file: ChatTraining
+    has_completions: bool = False
+    """Whether a row has a prompt and a completion instead of a whole chat."""
+    has_chats: bool = True
+    """Whether the first rows of the file are chats instead of plain text."""
+    note: str = ""
+    """Sentence for `rheostat plan` about the recognized shape of the file. Empty if the configured columns are read."""
+
+
+def find_chat_columns(path: Path, config: ChatTraining) -> TrainingColumns:
+    """Return the settings with which the chats of a file are read.
+
+    Configured columns are always read. If the file lacks the default column, a prompt and a completion are searched,
+    then a column with whole chats. Raises BadInput, with the file's columns and the keys to set, if there is neither.
+    """
+    columns, rows = peek_rows(path)
+    names, name = (config.prompt_column, config.completion_column), format_path(path)
+    has_chats, note = _describe_completions(name, rows, names)
+    if not all(_is_default(config, key) for key in ("prompt_column", "completion_column")):
+        return TrainingColumns(config, True, has_chats, note)
+    if not columns or config.messages_column in columns or not _is_default(config, "messages_column"):
+        return TrainingColumns(config)
+    shape = recognize(columns, rows)
+    if shape.kind == "labels":
+        raise BadInput(
+            f"{name}: the file contains {shape.label}, and supervised training would also train on the bad completions."
+            " Remove the rows with bad completions and the column label."
+        )
+    if {*names} <= {*columns}:
+        return TrainingColumns(config, True, has_chats, note)
+    if shape.kind == "chats":
+        config = config.model_copy(update={"messages_column": shape.columns[0]})
+        return TrainingColumns(config, note=f"{name}: recognized as {shape.label}.")
+    raise BadInput(
+        f"{describe_missing_column(name, config.messages_column, columns)} The shape of the file was not recognized. "
+        "Set warmup.chats.messages_column to the column with whole chats, or set prompt_column and completion_column "
+        "to the columns of prompts and completions."
+    )
+
+
+def _describe_completions(name: str, rows: Sequence[Mapping[str, object]], names: tuple[str, str]) -> tuple[bool, str]:
+    """Return whether the prompts in the first rows are chats, and the note that the file `name` has prompts and
+    completions in the columns `names`."""
+    chat = name_chat(first_value(rows, names[0]))
+    form = "plain text, which is trained without the chat template" if chat is None else chat
+    return chat is not None, f"{name}: recognized as prompts and completions in columns {' and '.join(names)} ({form})."

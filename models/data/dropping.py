@@ -3,10 +3,24 @@
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 from infra.errors import BadInput, InputErrors
+from infra.store.inputs import format_path
 from models.config.file_rules import DropReason
+
+
+def describe_empty_file(path: Path, noun: str, *, dropped: int = 0, key: str = "") -> BadInput:
+    """Return the error for a file without usable rows. `noun` names one row, such as "problem". `dropped` is the number
+    of rows that the configuration key `key` left out."""
+    name = format_path(path)
+    if dropped:
+        return BadInput(f"{name}: {key} leaves out every row ({dropped:,}). Expected at least one {noun}.")
+    return BadInput(
+        f"{name}: the file is empty, but it must contain at least one {noun}. Check that the file was written "
+        "completely, or set the path of another file."
+    )
 
 
 class UnusableRow(BadInput):

@@ -13,15 +13,15 @@ from typing import cast
 from pydantic import JsonValue
 
 from infra.errors import BadInput
-from infra.store.inputs import format_path
 from models.config.data import FileData, ProblemFile
 from models.config.file_rules import DropReason
 from models.data.canonical import write_number
 from models.data.columns import find_problem_columns, split_answer
-from models.data.dropping import EmptyRow, RowErrors
+from models.data.dropping import EmptyRow, RowErrors, describe_empty_file
+from models.data.image_files import find_image_root
 from models.data.images import read_images
 from models.data.json_rows import LongNumber
-from models.data.messages import omit_nulls, read_prompt, read_text
+from models.data.messages import check_marks, omit_nulls, read_prompt, read_text
 from models.data.problems import (
     Problem,
     Prompt,
@@ -114,26 +114,26 @@ def _read_and_count(
     if columns_found.answers_in_chats:
         columns.remove(data.answer_column or "")
     found = find_data_files(path)
-    root = data.images_root or (path if found.is_folder else path.parent)
+    root = find_image_root(path, data)
     problems, input_errors = list[Problem](), RowErrors(drop)
     rows = read_rows(path, columns, input_errors, optional=optional, version=data.version)
     for place, row in islice(rows, data.limit):
         with input_errors.collect(place):
             row = split_answer(place, row, data) if columns_found.answers_in_chats else row
-            prompt, template = read_prompt(place, row, data, is_table=found.is_table, is_chat=data.system is not None)
+            prompt, template = read_prompt(
+                place,
+                row,
+                data,
+                is_table=found.is_table,
+                is_chat=data.system is not None,
+                image_mark=data.used_image_mark,
+            )
             problem = _build_problem(place, row, data, prompt, root=root)
             problems.append(replace(problem, template=template))
     input_errors.check()
     if not problems:
         dropped = sum(input_errors.dropped.values())
-        raise BadInput(
-            f"{format_path(path)}: data.drop leaves out every row ({dropped:,}). Expected at least one problem."
-            if dropped
-            else (
-                f"{path}: the file is empty, but it must contain at least one problem. Check that the file was "
-                "written completely, or set the path of another file."
-            )
-        )
+        raise describe_empty_file(path, "problem", dropped=dropped, key="data.drop")
     unused = "chat_template_kwargs" if data.chat_template_kwargs else next(iter(data.set_chat_keys), None)
     if unused is not None and data.system is None and all(isinstance(each.prompt, str) for each in problems):
         raise BadInput(
@@ -149,6 +149,8 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
     answer = _read_answers(place, row, data)
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
+    if data.used_image_mark:
+        check_marks(row[data.prompt_column], prompt, len(images), data.used_image_mark, source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
     if data.rubric_column:
         columns[RUBRIC] = _read_rubric(place, row[data.rubric_column], data.rubric_column)

@@ -8,12 +8,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import BadInput, InputErrors
+from infra.store.hub import fetch_files, resolve_commit
+from infra.store.hub_names import HubAddress, parse_hub_address
+from infra.store.inputs import format_path, is_on_hub, split_into_files
 from models.config.data import ProblemFile
 from models.config.training import ChatTraining
 from models.data.nested import find_field, find_root, has_field
@@ -34,13 +37,41 @@ def image_files(data: ProblemFile | ChatTraining) -> Iterator[Path]:
     seen_paths: set[Path] = set()
     for path in filter(None, (data.path, data.heldout_path)):
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
-            found = find_data_files(path)
-            root = data.images_root or (path if found.is_folder else path.parent)
+            found, root = find_data_files(path), find_image_root(path, data)
             for name in chain.from_iterable(_iterate_paths(here, data.images_column) for here, _ in found.files):
                 image_path = root / name
                 if image_path not in seen_paths and name[:5].lower() != "data:" and "://" not in name:
                     seen_paths.add(image_path)
                     yield image_path
+
+
+def find_image_root(path: Path, data: ProblemFile | ChatTraining) -> Path:
+    """Return the directory to which image paths in the rows of a data file or folder are relative. Image files on the
+    Hugging Face Hub are downloaded if the rows name them.
+
+    The directory is `images_root`, the data folder, or the folder of the data file. For a dataset on the Hub, this is
+    the folder of the first data file of the split.
+    """
+    root = data.images_root
+    if root is None:
+        first = split_into_files(path)[0]
+        root = path if first == path and find_data_files(path).is_folder else first.parent
+    if data.images_column is not None and is_on_hub(root):
+        _fetch_images(path, data.images_column, parse_hub_address(format_path(root)))
+    return root
+
+
+def _fetch_images(path: Path, column: str, root: HubAddress) -> None:
+    """Download the image files that the rows of a data file name, together. `root` is the address of their directory on
+    the Hub. Invalid names are skipped, because reading the rows reports them."""
+    names = set[str]()
+    with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
+        files = [here for here, _ in find_data_files(path).files]
+        names.update(chain.from_iterable(_iterate_paths(here, column) for here in files))
+    found = [PurePosixPath(root.file, name) for name in sorted(names) if "://" not in name and name[:5] != "data:"]
+    within = [str(each) for each in found if ".." not in each.parts and not each.is_absolute()]
+    if within:
+        fetch_files(root.pin(resolve_commit(root)), within)
 
 
 def _iterate_paths(path: Path, column: str) -> Iterator[str]:

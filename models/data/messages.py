@@ -10,13 +10,23 @@ from typing import Final, cast
 
 from pydantic import JsonValue
 
+from infra.counts import format_count
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from models.config.chat_files import RESERVED_KWARGS, ChatColumns, ChatFile, MessageFields
 from models.data.dropping import EmptyRow
 from models.data.json_rows import decode_text
-from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Prompt, TemplateArguments, check_columns
-from models.data.sharegpt import convert_turns
+from models.data.problems import (
+    NO_ARGUMENTS,
+    Content,
+    ImagePlace,
+    Message,
+    Prompt,
+    TemplateArguments,
+    check_columns,
+    count_image_places,
+)
+from models.data.sharegpt import convert_turns, is_sharegpt_turn
 
 _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
 FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)
@@ -45,19 +55,45 @@ def omit_nulls(value: object) -> object:
 
 
 def read_prompt(
-    place: str, row: Mapping[str, object], file: ChatFile, *, is_table: bool, is_chat: bool = False
+    place: str,
+    row: Mapping[str, object],
+    file: ChatFile,
+    *,
+    is_table: bool,
+    is_chat: bool = False,
+    image_mark: str = "",
 ) -> tuple[Prompt, TemplateArguments]:
     """Return the prompt of a row, and the arguments with which a chat template renders it. `place` names the row in
     messages.
 
     A prompt is plain text, or a chat whose last message is not from the assistant. `is_table` is set if the row comes
-    from a Parquet or Arrow file, `is_chat` if plain text becomes a chat later. Raises BadInput if a value is invalid.
+    from a Parquet or Arrow file, `is_chat` if plain text becomes a chat later. `image_mark` is the placeholder of an
+    image in the messages of a chat. Raises BadInput if a value is invalid.
     """
     values = {name: omit_nulls(row.get(name)) for name in file.chat_columns} if is_table else row
-    prompt = _read_prompt_value(place, values[file.prompt_column], file)
-    if isinstance(prompt, str) and not is_chat:
-        return prompt, NO_ARGUMENTS
-    return prompt, read_arguments(place, values, file)
+    prompt = _read_prompt_value(place, values[file.prompt_column], file, image_mark)
+    if isinstance(prompt, str):
+        return prompt, read_arguments(place, values, file) if is_chat else NO_ARGUMENTS
+    return add_system_column(place, prompt, values, file), read_arguments(place, values, file)
+
+
+def add_system_column(
+    place: str, messages: tuple[Message, ...], values: Mapping[str, object], columns: ChatColumns
+) -> tuple[Message, ...]:
+    """Return a chat with the system message that the row has in `system_column` added at the start. Unchanged if the
+    column is missing or empty. Raises BadInput if the chat has another system message."""
+    column = columns.system_column or ""
+    value = values.get(column)
+    if is_missing(value) or not (text := _read_any_text(place, value, column)).strip():
+        return messages
+    if messages and messages[0].role in ("system", "developer"):
+        if messages[0].text.strip() == text.strip():
+            return messages
+        raise BadInput(
+            f"{place}: {column}: the row has the system message {text!r:.40} in this column, and another one at the "
+            'start of the chat. Remove one of them, or set system_column = "" to ignore the column.'
+        )
+    return (Message("system", text), *messages)
 
 
 def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumns) -> TemplateArguments:
@@ -70,12 +106,13 @@ def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumn
     )
 
 
-def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
-    """Return the value of a prompt column: plain text, or the messages of a chat. Raises BadInput for other values."""
+def _read_prompt_value(place: str, prompt: object, file: ChatFile, image_mark: str) -> Prompt:
+    """Return the value of a prompt column: plain text, or the messages of a chat, with images in place of
+    `image_mark`. Raises BadInput for other values."""
     column = file.prompt_column
     if not isinstance(prompt, list):
         return read_text(place, prompt, column)
-    messages = read_messages(place, prompt, column, fields=file.message_fields)
+    messages = read_messages(place, prompt, column, fields=file.message_fields, image_mark=image_mark)
     if not messages or messages[-1].role == "assistant":
         fault = (
             "the chat has no messages. Add a message, or remove the row"
@@ -91,17 +128,44 @@ def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
 
 
 def read_messages(
-    place: str, turns: Sequence[object], column: str, *, fields: MessageFields = "keep"
+    place: str, turns: Sequence[object], column: str, *, fields: MessageFields = "keep", image_mark: str = ""
 ) -> tuple[Message, ...]:
     """Return the messages of a chat, given as objects in a column of a row. With `fields="drop"`, only role and content
-    are read.
+    are read. In contents that are text, `image_mark` is replaced by an image, unless it is empty.
 
     Turns in the format of ShareGPT (`from` and `value`) are converted first. Raises BadInput, which names `place` and
     `column`, if a message lacks `role` or `content`, has an unknown field, or an invalid value.
     """
     read = _read_message if fields == "keep" else _read_plain_message
     messages = convert_turns(place, turns, column)
+    if image_mark:
+        messages = [_split_at_marks(turn, image_mark) for turn in messages]
     return tuple(read(place, turn, f"{column}[{index}]") for index, turn in enumerate(messages))
+
+
+def _split_at_marks(turn: object, image_mark: str) -> object:
+    """Return a message in which every mark in a content that is text is replaced by an image. The white space around
+    marks is kept, except if there is no other text between two marks."""
+    content = turn.get("content") if isinstance(turn, dict) else None
+    if not isinstance(content, str) or image_mark not in content:
+        return turn
+    texts = content.split(image_mark)
+    parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return {
+        **cast(dict[str, object], turn),
+        "content": [part for part in parts if part.get("text", image_mark).strip()],
+    }
+
+
+def check_marks(turns: object, prompt: Prompt, images: int, image_mark: str, *, source: str) -> None:
+    """Raise BadInput if a ShareGPT chat has images but no image marks, so that the places of the images are unknown.
+    `turns` is the value in the row, and `source` names the row."""
+    is_sharegpt = isinstance(turns, list) and any(map(is_sharegpt_turn, turns))
+    if images and is_sharegpt and not count_image_places(prompt):
+        raise BadInput(
+            f"{source}: the row has {format_count(images, 'image')}, but its messages have no mark {image_mark}. Write "
+            'one mark for each image, or set image_mark = "" to put the images before the first message of the user.'
+        )
 
 
 def _read_plain_message(place: str, turn: object, column: str) -> Message:

@@ -7,13 +7,12 @@ from random import Random
 from typing import Any, Protocol, cast
 
 from infra.errors import BadInput, InputErrors
-from infra.store.inputs import format_path
 from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.config.preferences import ArithmeticPreferences, FilePreferences, Preferences
 from models.data.arithmetic import wrong_completion
 from models.data.columns import PairColumns, find_pair_columns
-from models.data.dropping import RowErrors, TiedRow
+from models.data.dropping import RowErrors, TiedRow, describe_empty_file
 from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.pairs import CHOSEN_SCORE, MARGIN, REJECTED_SCORE, convert_pair
 from models.data.problems import (
@@ -166,14 +165,7 @@ def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preferenc
     input_errors.check()
     if not pairs:
         dropped = sum(input_errors.dropped.values())
-        raise BadInput(
-            f"{format_path(path)}: preferences.drop leaves out every row ({dropped:,}). Expected at least one pair."
-            if dropped
-            else (
-                f"{path}: the file is empty, but it must contain at least one preference pair. Check that the file "
-                "was written completely, or set the path of another file."
-            )
-        )
+        raise describe_empty_file(path, "preference pair", dropped=dropped, key="preferences.drop")
     return pairs, input_errors.dropped
 
 

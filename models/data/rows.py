@@ -17,7 +17,14 @@ import pyarrow as pa
 from infra.counts import format_count
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_on_hub, split_into_files
-from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
+from infra.user_files import (
+    DATA_SUFFIXES,
+    FETCH_LFS,
+    PACKED_SUFFIXES,
+    TEXT_SUFFIXES,
+    describe_irregular,
+    is_lfs_pointer,
+)
 from models.data.dropping import EmptyRow
 from models.data.folders import list_data_files
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
@@ -36,10 +43,6 @@ class LineReader(Protocol[T]):
         ...
 
 
-TEXTS: Final = (".jsonl", ".json", ".csv", ".tsv")
-"""File name suffixes of text files with rows. They may be followed by a suffix in `PACKED` for compressed files."""
-PACKED: Final = (".gz", ".zst")
-"""File name suffixes of compressed text files."""
 DELIMITERS: Final = {".csv": ",", ".tsv": "\t"}
 """Character that separates columns, by the suffix of the file."""
 MAX_LINE_MEBIBYTES: Final = 256
@@ -50,7 +53,6 @@ MISSING_IN_CSV: Final = frozenset(("nan", "NaN", "-nan", "-NaN", "<NA>", "NaT", 
 """Texts that data frames and spreadsheets write to CSV and TSV files for missing values and infinite numbers."""
 READ_BYTES: Final = 2**20
 """Number of bytes of a file that are read at a time, which limits memory."""
-SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow", ".feather")
 
 
 def read_rows(
@@ -80,7 +82,7 @@ def _read_file(
     try:
         if is_lfs_pointer(here):
             raise BadInput(f"{name} {FETCH_LFS}.")
-        if find_format(here) not in TEXTS:
+        if find_format(here) not in TEXT_SUFFIXES:
             yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
             return
         is_csv = version > 1 and find_format(here) in DELIMITERS
@@ -110,7 +112,7 @@ class DataFiles:
     @property
     def is_table(self) -> bool:
         """Whether the files have the format Parquet or Arrow, in which structs have the same fields in all rows."""
-        return find_format(self.files[0][0]) not in TEXTS
+        return find_format(self.files[0][0]) not in TEXT_SUFFIXES
 
 
 def find_data_files(path: Path) -> DataFiles:
@@ -124,12 +126,12 @@ def find_data_files(path: Path) -> DataFiles:
     here, name = fetch_path(path), format_path(path)
     try:
         if here.is_dir():
-            files = list_data_files(here, name, formats=SUFFIXES, packed=PACKED)
+            files = list_data_files(here, name, formats=DATA_SUFFIXES, packed=PACKED_SUFFIXES)
             return DataFiles(tuple((each, f"{name}/{each.name}") for each in files), is_folder=True)
-        if find_format(path) not in SUFFIXES:
-            packed = ", ".join(f"{suffix}{packing}" for packing in PACKED for suffix in TEXTS)
+        if find_format(path) not in DATA_SUFFIXES:
+            packed = ", ".join(f"{suffix}{packing}" for packing in PACKED_SUFFIXES for suffix in TEXT_SUFFIXES)
             raise BadInput(
-                f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, "
+                f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(DATA_SUFFIXES)}, "
                 f"{packed}, or a folder of such files."
             )
         kind = describe_irregular(here)
@@ -158,7 +160,7 @@ def peek_rows(path: Path) -> tuple[list[str], list[Mapping[str, object]]]:
     """
     here, name = find_data_files(path).files[0]
     with suppress(BadInput, OSError, EOFError, zlib.error, ValueError, pa.ArrowException):
-        if find_format(here) not in TEXTS:
+        if find_format(here) not in TEXT_SUFFIXES:
             return peek_table(here, PEEKED_ROWS)
         rows = [row for _, row in islice(text_rows(here, InputErrors(), name=name), PEEKED_ROWS)]
         return list(dict.fromkeys(column for row in rows for column in list_fields(row))), rows
@@ -181,7 +183,7 @@ def _check_present(place: str, values: Mapping[str, object]) -> None:
 def find_format(path: Path) -> str:
     """Return the file name suffix that names the format of a file. For `train.jsonl.gz` this is `.jsonl`."""
     inner = Path(path.stem).suffix
-    return inner if path.suffix in PACKED and inner in TEXTS else path.suffix
+    return inner if path.suffix in PACKED_SUFFIXES and inner in TEXT_SUFFIXES else path.suffix
 
 
 def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int = 1) -> Iterator[FileRow]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, Literal
 
 from models.data.nested import find_field, has_field
@@ -11,13 +12,20 @@ ShapeKind = Literal["prompts", "chats", "pairs", "ranked", "labels", "unknown"]
 
 CHAT_COLUMNS: Final = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog")
 """Names of columns in which published data sets store whole chats, the most common one first."""
-PROMPT_NAMES: Final = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-"""Names under which published data sets store prompts, the most common one first."""
-ANSWER_NAMES: Final = (
-    *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "reference_answer"),
-    *("solution", "target", "label", "output", "response", "completion"),
+PROMPT_GROUPS: Final = (
+    ("prompt",),
+    ("question", "problem", "instruction", "query", "input", "task"),
+    ("text", "problem_statement", "user", "goal"),
 )
-"""Names under which published data sets store reference answers, the most common one first."""
+"""Names of columns in which published data sets store prompts. Names in an earlier group are preferred."""
+ANSWER_GROUPS: Final = (
+    ("answer", "ground_truth", "expected_answer", "reference_answer", "final_answer", "gold"),
+    ("solution", "target", "label", "reference", "output", "response", "completion", "answers"),
+    ("tests", "test_cases", "test", "schema", "expected", "result", "summary", "highlights", "translation"),
+)
+"""Names of columns in which published data sets store reference answers. Names in an earlier group are preferred."""
+IMAGE_COLUMNS: Final = ("images", "image")
+"""Names of columns in which published data sets store the images of a prompt."""
 COMPLETION_LISTS: Final = ("completions", "responses", "answers")
 """Names of columns in which published data sets store several completions of a prompt."""
 TEXT_FIELDS: Final = ("text", "content", "response", "completion", "answer")
@@ -88,7 +96,7 @@ def _find_pairs(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) ->
 
 def _find_ranked(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
     """Return the shape of files with lists of completions and their scores, or None for other files."""
-    prompt = next((name for name in PROMPT_NAMES if name in columns), None)
+    prompt = find_name([name for name in columns if "." not in name], PROMPT_GROUPS)
     for name in COMPLETION_LISTS if prompt is not None else ():
         values = first_value(rows, name)
         if not isinstance(values, list) or not values:
@@ -134,7 +142,7 @@ def name_chat(value: object) -> str | None:
 
 def _find_prompts(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
     """Return the shape of files with prompts, and possibly answers, or None for other files."""
-    prompt = next((name for name in PROMPT_NAMES if name in columns), None)
+    prompt = find_name([name for name in columns if "." not in name], PROMPT_GROUPS)
     if prompt is None:
         return None
     answer = _find_answer(columns, (prompt,))
@@ -146,8 +154,18 @@ def _find_prompts(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) 
 def _find_answer(columns: Sequence[str], used: Sequence[str]) -> dict[str, str]:
     """Return the configuration key `answer_column` with the name of the column that seems to contain reference answers.
     Empty if there is none. `used` lists columns with other content."""
-    answer = next((name for name in ANSWER_NAMES if name in columns and name not in used), None)
+    answer = find_name([name for name in columns if name not in used], ANSWER_GROUPS)
     return {} if answer is None else {"answer_column": answer}
+
+
+def find_name(columns: Sequence[str], groups: Sequence[Sequence[str]]) -> str | None:
+    """Return the column with the first of the names in `groups`, or None if there is none. Columns at the top level are
+    preferred to nested fields."""
+    for name in chain.from_iterable(groups):
+        fields = [column for column in columns if column.rpartition(".")[2] == name]
+        if fields:
+            return min(fields, key=lambda column: column.count("."))
+    return None
 
 
 def first_value(rows: Sequence[Mapping[str, object]], column: str) -> object:

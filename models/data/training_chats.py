@@ -1,14 +1,18 @@
 """Whole chats for supervised training, read from the rows of a file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from infra.errors import BadInput, InputErrors
+from infra.store.inputs import format_path
 from models.config.training import ChatTraining
+from models.data.columns import find_chat_columns
+from models.data.dropping import describe_empty_file
+from models.data.image_files import find_image_root
 from models.data.images import convert_image, read_images
-from models.data.messages import omit_nulls, read_arguments, read_messages
+from models.data.messages import add_system_column, check_marks, omit_nulls, read_arguments, read_messages, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
     Message,
@@ -18,7 +22,8 @@ from models.data.problems import (
     is_heldout,
     split_key,
 )
-from models.data.rows import find_data_files, read_rows
+from models.data.rows import find_data_files, peek_rows, read_rows
+from models.data.shapes import IMAGE_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +37,20 @@ class TrainingChat:
     """Encoded images of the messages, in order."""
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments with which the chat template renders the chat: tools and variables."""
+    num_prompt_messages: int | None = None
+    """Number of messages in the prompt, if the row has a prompt and a completion. Turns of the assistant in the prompt
+    are not trained."""
 
     @property
     def turns(self) -> list[int]:
-        """Indices of the assistant's messages in `messages`."""
-        return [index for index, message in enumerate(self.messages) if message.role == "assistant"]
+        """Indices of the assistant's messages in `messages` that may be trained."""
+        start = self.num_prompt_messages or 0
+        return [index for index, message in enumerate(self.messages) if index >= start and message.role == "assistant"]
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """Messages before the first turn of the assistant."""
-        return self.messages[: self.turns[0]]
+        """Messages before the completion, or before the first turn of the assistant if the row has no completion."""
+        return self.messages[: self.turns[0] if self.num_prompt_messages is None else self.num_prompt_messages]
 
     def identity(self, version: int) -> str:
         """Return the text that identifies the prompt when chats are compared. `version` is the version of the rules for
@@ -54,9 +63,33 @@ class TrainingChat:
         return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
-def load_chats(
-    config: ChatTraining, *, background: str = "unconverted"
-) -> tuple[list[TrainingChat], list[TrainingChat]]:
+@dataclass(frozen=True, slots=True)
+class TrainingText:
+    """Plain-text prompt and its completion, on which the policy is trained without a chat template."""
+
+    source: str
+    """Origin of the texts for messages, such as `texts.jsonl:17`."""
+    prompt: str
+    completion: str
+    images: tuple[bytes, ...] = ()
+    """Encoded images of the prompt, in order."""
+
+    def identity(self, version: int) -> str:
+        """Return the text that identifies the prompt when rows are compared. `version` is the version of the rules for
+        reading files."""
+        return identity(self.prompt, version=version)
+
+    def split_key(self, version: int) -> str:
+        """Return the text whose hash decides whether the row is held out. `version` is the version of the rules for
+        reading files."""
+        return split_key(self.prompt, version=version)
+
+
+TrainingRow = TrainingChat | TrainingText
+"""Row of a file for supervised training."""
+
+
+def load_chats(config: ChatTraining, *, background: str = "unconverted") -> tuple[list[TrainingRow], list[TrainingRow]]:
     """Return the training chats and the held-out chats, in file order.
 
     `background` is the color onto which transparent images are composed (`data.image_background`). Raises BadInput if a
@@ -88,49 +121,118 @@ def order_chats(num_chats: int, num_examples: int, seed: int) -> list[int]:
     return order
 
 
-def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[TrainingChat]:
+def report_chats(config: ChatTraining) -> list[str]:
+    """Return notes for the plan about the shapes that were recognized in the files of chats, about columns with system
+    messages, and about columns of images that are not read."""
+    notes = list[str]()
+    for path in filter(None, (config.path, config.heldout_path)):
+        found, (columns, _), name = find_chat_columns(path, config), peek_rows(path), format_path(path)
+        notes += filter(None, [found.note])
+        if found.has_chats and config.system_column in columns:
+            notes.append(f"{name}: the column {config.system_column!r} contains system messages.")
+        unread = [column for column in IMAGE_COLUMNS if column in columns and config.images_column is None]
+        if unread:
+            notes.append(
+                f"{name} has a column {unread[0]!r}, which is not read, so chats have no images. Set "
+                f"warmup.chats.images_column = {unread[0]!r} to show the images to the policy."
+            )
+    return list(dict.fromkeys(notes))
+
+
+def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[TrainingRow]:
     """Read all chats of a file. Raises one BadInput that lists all invalid rows."""
-    columns = [config.messages_column, *filter(None, [config.images_column]), *config.required_chat_columns]
-    chats, input_errors, found = list[TrainingChat](), InputErrors(), find_data_files(path)
-    optional = config.optional_chat_columns
-    root = config.images_root or (path if found.is_folder else path.parent)
-    for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
+    columns, input_errors, found = find_chat_columns(path, config), InputErrors(), find_data_files(path)
+    config = columns.file
+    names = [config.prompt_column, config.completion_column] if columns.has_completions else [config.messages_column]
+    names += [*filter(None, [config.images_column]), *config.required_chat_columns]
+    chats, optional = list[TrainingRow](), config.optional_chat_columns
+    root = find_image_root(path, config)
+    build = _build_completion if columns.has_completions else _build_chat
+    for place, row in read_rows(path, names, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
-            chats.append(_build_chat(place, row, config, is_table=found.is_table, root=root, background=background))
+            values = {name: omit_nulls(value) for name, value in row.items()} if found.is_table else row
+            chat = build(place, values, config)
+            images = _read_images(place, row, config, root=root, background=background)
+            prompt = chat.messages if isinstance(chat, TrainingChat) else chat.prompt
+            check_places(prompt, len(images), source=place)
+            if config.used_image_mark:
+                check_marks(values[names[0]], prompt, len(images), config.used_image_mark, source=place)
+            chats.append(replace(chat, images=images))
     input_errors.check()
     if not chats:
-        raise BadInput(f"{path}: the file is empty. Expected at least one chat.")
+        raise describe_empty_file(path, "chat")
     return chats
 
 
-def _build_chat(
-    place: str, row: Mapping[str, object], config: ChatTraining, *, is_table: bool, root: Path, background: str
-) -> TrainingChat:
-    """Return the chat in a row. `place` names the row in messages. Raises BadInput if a value is invalid."""
+def _read_images(
+    place: str, row: Mapping[str, object], config: ChatTraining, *, root: Path, background: str
+) -> tuple[bytes, ...]:
+    """Return the encoded images of a row. `root` is the directory of image files, and `place` names the row in
+    messages. Raises BadInput if an image is invalid."""
+    if config.images_column is None:
+        return ()
+    images: Sequence[bytes] = read_images(row, config.images_column, place=place, root=root)
+    if background != "unconverted":
+        where = f"{place}: {config.images_column}: image"
+        images = [convert_image(each, background, where=f"{where} {n}") for n, each in enumerate(images, start=1)]
+    return tuple(images)
+
+
+def _build_chat(place: str, row: Mapping[str, object], config: ChatTraining) -> TrainingRow:
+    """Return the chat in a row, without its images. `place` names the row in messages. Raises BadInput if a value is
+    invalid."""
     column = config.messages_column
-    read = [column, *config.argument_columns]
-    values = {name: omit_nulls(row.get(name)) for name in read} if is_table else row
-    value = values[column]
+    value = row[column]
     if not isinstance(value, list):
         raise BadInput(
             f"{place}: {column}: expected a chat as a list of messages, found {value!r:.60}. Set "
             "warmup.chats.messages_column to the column with the messages."
         )
-    messages = read_messages(place, value, column, fields=config.message_fields)
+    if config.loss == "completion":
+        raise BadInput(
+            f"{place}: warmup.chats.loss = 'completion' needs rows with a prompt and a completion, but the row has a "
+            f"whole chat in column {column}. Set loss = 'assistant' or 'last'."
+        )
+    messages = read_messages(place, value, column, fields=config.message_fields, image_mark=config.used_image_mark)
+    messages = add_system_column(place, messages, row, config)
     if not any(message.role == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message.role for message in messages)) or "no message"
         raise BadInput(f"{place}: {column}: the chat has no turn of the assistant to train on, found roles: {roles}.")
-    images: Sequence[bytes] = ()
-    if config.images_column is not None:
-        images = read_images(row, config.images_column, place=place, root=root)
-        if background != "unconverted":
-            where = f"{place}: {config.images_column}: image"
-            images = [convert_image(each, background, where=f"{where} {n}") for n, each in enumerate(images, start=1)]
-    check_places(messages, len(images), source=place)
-    return TrainingChat(place, messages, tuple(images), read_arguments(place, values, config))
+    return TrainingChat(place, messages, (), read_arguments(place, row, config))
 
 
-def _require_new_prompts(train: Sequence[TrainingChat], heldout: Sequence[TrainingChat], config: ChatTraining) -> None:
+def _build_completion(place: str, row: Mapping[str, object], config: ChatTraining) -> TrainingRow:
+    """Return the prompt and the completion in a row, without images. `place` names the row in messages. Raises BadInput
+    if a value is invalid."""
+    names = (config.prompt_column, config.completion_column)
+    prompt, completion = (row[name] for name in names)
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        return TrainingText(place, read_text(place, prompt, names[0]), read_text(place, completion, names[1]))
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        kinds = ["a list of messages" if isinstance(each, list) else "plain text" for each in (prompt, completion)]
+        raise BadInput(
+            f"{place}: {names[0]} and {names[1]} must both be plain text, or both be lists of messages, found "
+            f"{kinds[0]} and {kinds[1]}. Write both in the same form."
+        )
+    context, trained = (
+        read_messages(place, value, name, fields=config.message_fields, image_mark=config.used_image_mark)
+        for value, name in zip((prompt, completion), names, strict=True)
+    )
+    context = add_system_column(place, context, row, config)
+    chat = TrainingChat(
+        place, (*context, *trained), (), read_arguments(place, row, config), num_prompt_messages=len(context)
+    )
+    if not context or not chat.turns:
+        roles = ", ".join(dict.fromkeys(message.role for message in trained)) or "no message"
+        raise BadInput(
+            f"{place}: {names[1]}: the completion has no turn of the assistant to train on, found roles: {roles}."
+            if context
+            else f"{place}: {names[0]}: the prompt has no messages. Add a message, or remove the row."
+        )
+    return chat
+
+
+def _require_new_prompts(train: Sequence[TrainingRow], heldout: Sequence[TrainingRow], config: ChatTraining) -> None:
     """Raise BadInput if a held-out chat has the same prompt as a training chat."""
     prompts, input_errors = {chat.identity(config.version) for chat in train}, InputErrors()
     for chat in heldout:

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +14,7 @@ from infra.store.inputs import fetch_path, format_path
 from models.config.data import ProblemFile
 from models.data.problems import Problem
 from models.data.rows import find_format, text_rows
-
-IMAGE_COLUMNS: Final = ("images", "image")
-"""Common names of columns with the images of a prompt."""
+from models.data.shapes import IMAGE_COLUMNS
 
 
 def list_column_notes(data: Settings, problems: Sequence[Problem]) -> Iterator[str]:
@@ -33,8 +30,8 @@ def list_column_notes(data: Settings, problems: Sequence[Problem]) -> Iterator[s
                     f"{format_path(path)} has a column {name!r}, which is not read, so prompts have no images. Set "
                     f"images_column = {name!r} to show the images to the policy."
                 )
-        columns = (file.tools_column, file.chat_template_kwargs_column)
-        ignored = [name for name in columns if name and name in names and name not in read]
+        columns = file.argument_columns
+        ignored = [name for name in columns if name in names and name not in read]
         if ignored and format_path(path) in with_text:
             yield (
                 f"{format_path(path)} has plain-text prompts and a column {' and '.join(map(repr, ignored))}, which is "

@@ -195,7 +195,9 @@ def _remove_secrets(message: str, server: Mapping[str, Any]) -> str:
     """Return a server's message, shortened, in which the values of the server's secret variables are redacted."""
     values = [os.environ.get(variable, "") for variable in server["variables"].values()]
     words = {*values, *(word for value in values for word in value.split())}
-    return redact(message[:MAX_ERROR_CHARACTERS], *(word for word in words if len(word) >= MIN_SECRET_CHARACTERS))
+    secrets = (word for word in words if len(word) >= MIN_SECRET_CHARACTERS)
+    # The rest is cut off last, because a secret that a cut divides would not be found.
+    return redact(message[: 2 * MAX_ERROR_CHARACTERS], *secrets)[:MAX_ERROR_CHARACTERS]
 
 
 def _describe_error(error: BaseException) -> str:

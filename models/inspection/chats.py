@@ -6,10 +6,10 @@ from infra.errors import BadInput, InputErrors
 from models.config.data import DataConfig
 from models.config.training import WarmupConfig
 from models.data.problems import Problem
-from models.data.training_chats import TrainingChat, load_chats
+from models.data.training_chats import TrainingRow, load_chats, report_chats
 from models.inspection.directory import Inspected
 from models.inspection.texts import list_chat_notes
-from models.text.whole_chats import ChatEncoder, enforce_chat_length
+from models.text.training_rows import encode_rows, enforce_chat_length
 
 
 def check_chats(
@@ -29,10 +29,9 @@ def check_chats(
     train, heldout_chats = load_chats(config, background=data.image_background)
     _require_unseen(train, heldout)
     processor = policy.load_processor(data.pixels)
-    encoder = ChatEncoder(policy.tokenizer, loss=config.loss, rules=rules, processor=processor)
     kept = [
         enforce_chat_length(
-            encoder.encode(chats),
+            encode_rows(chats, policy.tokenizer, loss=config.loss, rules=rules, ends=policy.ends, processor=processor),
             [chat.source for chat in chats],
             context=policy.shape.context,
             too_long=config.on_too_long,
@@ -49,11 +48,12 @@ def check_chats(
         "longest_chat_tokens": max(map(len, inputs)),
         "chat_steps": warmup.for_chats(len(kept[0])).steps,
     }
+    notes += report_chats(config)
     notes += list_chat_notes([*train, *heldout_chats], policy.tokenizer, rules=rules)
     return {name: float(value) for name, value in facts.items()}
 
 
-def _require_unseen(train: Sequence[TrainingChat], heldout: Sequence[Problem]) -> None:
+def _require_unseen(train: Sequence[TrainingRow], heldout: Sequence[Problem]) -> None:
     """Raise BadInput if a training chat begins with the prompt of a held-out problem."""
     prompts, input_errors = {(each.identity_version, each.identity) for each in heldout}, InputErrors()
     for chat in train:

@@ -27,6 +27,7 @@ from models.config.policy import (
     ScratchPolicy,
     VisionScratchPolicy,
 )
+from models.engines.requests import generation_settings, stated_ends
 from models.inspection.plain import DecoderSizes, read_plain
 from models.text.tokenizer import find_chosen_pad_token, train_tokenizer
 from models.untrusted_files.directory import check_untrusted_files
@@ -51,6 +52,9 @@ class Inspected:
     """Function that checks image generation and returns the number of tokens that training processes for one image. Its
     arguments are the denoising settings and pairs of a prompt and its origin. Raises BadInput if the model cannot
     generate such images, or if a prompt is too long."""
+
+    ends: tuple[int, ...] = ()
+    """Tokens that end a completion according to the model's generation_config.json."""
 
     def sizes(self) -> dict[str, float]:
         """Return the sizes of the model from which time and memory are estimated, by name."""
@@ -140,7 +144,9 @@ def inspect_directory(directory: Path, *, is_trained: bool = False, context: int
     inspected = (
         _inspect_built(directory, is_trained=is_trained, context=context) if plain is None else inspect_decoder(*plain)
     )
-    return replace(inspected, load_processor=partial(load_limited_processor, directory))
+    has_settings = (directory / "generation_config.json").is_file()
+    ends = stated_ends(generation_settings(directory)) if has_settings else ()
+    return replace(inspected, load_processor=partial(load_limited_processor, directory), ends=ends)
 
 
 def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) -> Inspected:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from models.config.texts import TextRules
 from models.data.preferences import Preference
 from models.data.problems import Problem, Prompt, TemplateArguments
-from models.data.training_chats import TrainingChat
+from models.data.training_chats import TrainingChat, TrainingRow
 from models.text.chats import join_templates
 from models.text.control_tokens import ControlTokens
 from models.text.template_fields import count_changes, fit_chats
@@ -70,12 +70,16 @@ def list_preference_notes(
     ]
 
 
-def list_chat_notes(
-    chats: Sequence[TrainingChat], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
-) -> list[str]:
+def list_chat_notes(rows: Sequence[TrainingRow], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules) -> list[str]:
     """Return remarks for the user on the chats on which the warm-up trains, such as control tokens in their texts."""
     control = ControlTokens.of(tokenizer)
+    chats = [row for row in rows if isinstance(row, TrainingChat)]
     contained = [(each.source, control.find(each.messages)) for each in chats]
+    contained += [
+        (each.source, control.find(each.prompt) or control.find_special(each.completion))
+        for each in rows
+        if not isinstance(each, TrainingChat)
+    ]
     prompts = [(each.messages, each.template) for each in chats]
     return [
         *_describe_contained(contained, "chat of the warm-up", rules),

@@ -338,6 +338,12 @@ def verdict_texts(verdict: VerdictConfig | RubricVerdict) -> tuple[str, str]:
             return max(choices, key=lambda text: choices[text]), min(choices, key=lambda text: choices[text])
         case LogprobVerdict():
             return verdict.yes, verdict.no
+        case RubricVerdict():
+            raise BadInput(
+                "verdict.kind is 'rubric', but a judge that is trained in the run learns only whether completions are "
+                "right or wrong, and not which criteria of a rubric they meet. Set model.kind = 'directory' with a "
+                "judge that is already trained, or set verdict.kind to 'choice' or 'logprob'."
+            )
         case _:
             raise BadInput(
                 f"verdict.kind is {verdict.kind!r}, but a judge with a trained model must answer with one of several "

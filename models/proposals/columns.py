@@ -7,10 +7,11 @@ from typing import Final, Literal
 
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import format_path
+from models.data.dropping import describe_empty_file
 from models.data.nested import find_field, has_field
 from models.data.rows import peek_rows, read_rows
 from models.data.rubrics import parse_rubric
-from models.data.shapes import recognize
+from models.data.shapes import ANSWER_GROUPS, CHAT_COLUMNS, PROMPT_GROUPS, recognize
 
 Content = Literal["text", "chat", "structure", "other"]
 """Content of a column: "text" (texts or numbers), "chat" (lists of messages), "structure" (other lists and objects), or
@@ -19,19 +20,8 @@ Content = Literal["text", "chat", "structure", "other"]
 SHOWN: Final = 40
 """Maximum number of characters that a message shows of a value."""
 
-PROMPTS: Final = (
-    ("prompt",),
-    ("question", "problem", "instruction", "input", "query", "task"),
-    ("messages", "conversations", "conversation", "chat", "dialog"),
-    ("text", "problem_statement", "user", "goal"),
-)
+PROMPTS: Final = (*PROMPT_GROUPS[:2], CHAT_COLUMNS, *PROMPT_GROUPS[2:])
 """Common names of prompt columns, in lower case. Names in an earlier group are preferred."""
-ANSWERS: Final = (
-    ("answer", "ground_truth", "expected_answer", "reference_answer", "final_answer", "gold"),
-    ("solution", "target", "label", "reference", "output", "response", "completion", "answers"),
-    ("tests", "test_cases", "test", "schema", "expected", "result", "summary", "highlights", "translation"),
-)
-"""Common names of columns with reference answers, in lower case. Names in an earlier group are preferred."""
 RUBRICS: Final = ("rubric", "rubrics")
 """Common names of columns with rubrics."""
 INSTRUCTION_COLUMNS: Final = ("instruction_id_list", "kwargs")
@@ -81,7 +71,7 @@ def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = 
         unused = tuple(name for name in contents if "." not in name and name not in (chosen, *INSTRUCTION_COLUMNS))
         return Columns(chosen, None, INSTRUCTION_COLUMNS, None, unused, is_chat=contents[chosen] == "chat")
     rubric = next((name for name in RUBRICS if name in others and all(_is_rubric(row, name) for row in rows)), None)
-    reference = reference or _choose(where, ANSWERS, others, rows, kinds=("text", "structure"), what="answer")
+    reference = reference or _choose(where, ANSWER_GROUPS, others, rows, kinds=("text", "structure"), what="answer")
     used = {name.partition(".")[0] for name in (chosen, reference, rubric) if name}
     unused = tuple(name for name in contents if "." not in name and name not in used)
     return Columns(chosen, reference, (), rubric, unused, is_chat=contents[chosen] == "chat")
@@ -93,10 +83,7 @@ def _report_unreadable(path: Path) -> None:
     for _ in read_rows(path, [], input_errors, version=2):
         break
     input_errors.check()
-    raise BadInput(
-        f"{format_path(path)}: the file is empty, but it must contain at least one row. Check that the file was "
-        "written completely."
-    )
+    raise describe_empty_file(path, "row")
 
 
 def _refuse_other_shapes(where: str, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -29,6 +30,7 @@ from models.proposals.sizes import (
     TextLengths,
     Value,
     explain_full_training,
+    propose_batch_rows,
     propose_iterations,
     propose_learning_rate,
     propose_lora,
@@ -87,22 +89,28 @@ def propose_job(request: ProposalRequest) -> JobProposal:
     )
     too_long = len(lengths.prompts) - num_train - num_heldout
     prompts = propose_prompts(max(1, num_train), machine)
-    lora = propose_lora(outline, machine)
-    update = UpdateConfig(
-        dtype="bfloat16" if machine.gpus else "float32", lora=None if lora is None else LoraConfig(rank=int(lora.value))
-    )
+    full = UpdateConfig(dtype="bfloat16" if machine.gpus else "float32")
+    lora = propose_lora(full, outline, machine)
+    update = full if lora is None else full.model_copy(update={"lora": LoraConfig(rank=int(lora.value))})
     longest = min(max(lengths.prompts) + int(new_tokens.value), shape.context)
+    batch_rows = None
+    if machine.gpus:
+        completions = ceil(int(prompts.value) * GROUP_SIZE / machine.gpus)
+        batch_rows = propose_batch_rows(
+            update, outline, shape, longest=longest, completions=completions, machine=machine
+        )
     lines = [
         *_write_head(request, inputs, propose_iterations(max(1, num_train), int(prompts.value))),
         *_write_data(request, inputs, too_long=too_long),
         *_write_policy(request, inputs),
         *_write_rollout(prompts, new_tokens),
+        *_write_engine(update, batch_rows),
         *_write_scoring(request, inputs.reward),
         *_write_update(
             update,
             rate=propose_learning_rate(outline, lora=lora is not None),
             lora=lora,
-            why_full=explain_full_training(outline, machine),
+            why_full=explain_full_training(full, outline, machine),
             microbatch=propose_microbatch(update, outline, longest=longest, machine=machine),
         ),
         *_write_pools(machine),
@@ -292,6 +300,17 @@ def _write_rollout(prompts: Value, new_tokens: Value) -> Iterator[str]:
     yield f"group_size = {GROUP_SIZE} # completions per prompt, whose rewards are compared with each other"
     yield "\n[rollout.sampling]"
     yield _line("max_new_tokens", new_tokens)
+
+
+def _write_engine(update: UpdateConfig, batch_rows: Value | None) -> Iterator[str]:
+    """Yield the lines about the engine that generates completions. Without a GPU, the defaults are used."""
+    if batch_rows is None:
+        return
+    yield '\n# vLLM is faster: run `rheostat engine install vllm`, then set kind = "vllm" and remove max_batch_rows.'
+    yield "[rollout.engine]"
+    yield 'kind = "transformers"'
+    yield f"dtype = {_encode(update.dtype)} # as in [update]"
+    yield _line("max_batch_rows", batch_rows)
 
 
 def _write_scoring(request: ProposalRequest, reward: RewardProposal) -> Iterator[str]:

@@ -5,14 +5,15 @@ Every value has a short reason, which becomes a comment in the job.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 from typing import Final, NamedTuple
 
 from infra.counts import format_count
 from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from models.config.engines import TransformersEngine
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
-from models.config.policy import ModelOutline
+from models.config.policy import ModelOutline, ModelShape
 
 GROUP_SIZE: Final = 8
 """Number of completions per prompt. 8 is a usual choice for GRPO."""
@@ -57,7 +58,12 @@ class Machine:
     @property
     def device(self) -> str:
         """Name of the device to which `memory` belongs, for comments in the job."""
-        return "GPU" if self.gpus else "machine"
+        return "each GPU" if self.gpus else "the machine"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that train the policy together: one for each GPU."""
+        return max(1, self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +122,24 @@ def propose_iterations(num_train: int, prompts: int) -> Value:
     return Value(iterations, f"uses each problem about {how_often}")
 
 
-def propose_lora(outline: ModelOutline, machine: Machine) -> Value | None:
-    """Return the rank of LoRA adapters if there is too little memory for training all weights, else None."""
-    needed = _sum_bytes(resident_bytes(UpdateConfig(), outline, ranks=1))
+def propose_lora(update: UpdateConfig, outline: ModelOutline, machine: Machine) -> Value | None:
+    """Return the rank of LoRA adapters if there is too little memory for training all weights, else None. `update` are
+    the settings for training all weights."""
+    needed = _sum_bytes(resident_bytes(update, outline, ranks=machine.ranks))
     if needed <= MEMORY_SHARE * machine.memory:
         return None
     reason = (
-        f"all weights would need {_format_bytes(needed)} (weights, gradients, AdamW), but the {machine.device} has "
+        f"all weights would need {_format_bytes(needed)} (weights, gradients, AdamW), but {machine.device} has "
         f"{_format_bytes(machine.memory)}"
     )
     return Value(LoraConfig().rank, reason)
 
 
-def explain_full_training(outline: ModelOutline, machine: Machine) -> str:
+def explain_full_training(update: UpdateConfig, outline: ModelOutline, machine: Machine) -> str:
     """Return the reason why all weights are trained instead of LoRA adapters, as a comment for the job."""
-    needed = _sum_bytes(resident_bytes(UpdateConfig(), outline, ranks=1))
-    return f"all weights are trained: they need {_format_bytes(needed)} of {_format_bytes(machine.memory)}"
+    needed = _sum_bytes(resident_bytes(update, outline, ranks=machine.ranks))
+    where = f" of {machine.device}" if machine.gpus else ""
+    return f"all weights are trained: they need {_format_bytes(needed)} of {_format_bytes(machine.memory)}{where}"
 
 
 def propose_learning_rate(outline: ModelOutline, *, lora: bool) -> Value:
@@ -145,7 +153,7 @@ def propose_learning_rate(outline: ModelOutline, *, lora: bool) -> Value:
 def propose_microbatch(update: UpdateConfig, outline: ModelOutline, *, longest: int, machine: Machine) -> Value:
     """Return the largest number of tokens in a micro-batch whose activations fit in the memory. `longest` is the length
     of the longest sequence."""
-    held = _sum_bytes(resident_bytes(update, outline, ranks=1))
+    held = _sum_bytes(resident_bytes(update, outline, ranks=machine.ranks))
     tokens = UpdateConfig().microbatch_tokens
     while tokens > max(MIN_MICROBATCH, longest):
         sizes = MicrobatchSizes(tokens)
@@ -155,6 +163,22 @@ def propose_microbatch(update: UpdateConfig, outline: ModelOutline, *, longest: 
         tokens //= 2
     count = max(1, tokens // longest)
     return Value(tokens, f"about {count} of the longest sequences ({longest:,} tokens) at a time; limits the memory")
+
+
+def propose_batch_rows(
+    update: UpdateConfig, outline: ModelOutline, shape: ModelShape, *, longest: int, completions: int, machine: Machine
+) -> Value:
+    """Return the number of completions that are generated at the same time on a GPU, which also holds the state of
+    training. `longest` is the length of the longest sequence."""
+    held = _sum_bytes(resident_bytes(update, outline, ranks=machine.ranks))
+    rows = 2 ** ceil(log2(max(1, completions)))
+    while rows > 1:
+        engine = TransformersEngine(dtype=update.dtype, max_batch_rows=rows)
+        needed = engine.estimate_memory(shape, longest=longest, gpus=1, name="rollout.engine")
+        if held + _sum_bytes(needed) <= FULL_SHARE * machine.memory:
+            break
+        rows //= 2
+    return Value(rows, "completions at a time; limits the memory of the key-value cache")
 
 
 def _sum_bytes(sizes: dict[str, float], *, among: str = "") -> float:

@@ -7,7 +7,7 @@ from typing import Final, Literal
 from pydantic import JsonValue
 
 from infra.config import Settings
-from infra.store.inputs import format_path, has_run, is_remote
+from infra.store.inputs import format_path, has_run, is_on_hub, is_remote
 from infra.store.runs import Run, open_run
 
 MERGE: Final = "merge.json"
@@ -83,6 +83,8 @@ class Merge(Settings):
 def start_of(path: Path) -> str:
     """Return the digest of the initial policy of the run that contains a directory, or "" if the directory is not part
     of a run."""
+    if is_on_hub(path):
+        return ""
     place = path if is_remote(path) else path.resolve()
     home = next((parent for parent in place.parents if has_run(parent)), None)
     return "" if home is None else start_of_run(open_run(format_path(home.parent), home.name))

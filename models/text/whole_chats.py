@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
@@ -131,7 +131,7 @@ class ChatEncoder:
             rendered = None
             with input_errors.collect(chat.source):
                 try:
-                    rendered = self._render_chat(messages, arguments, chat.source)
+                    rendered = self._render_chat(chat, messages, arguments)
                 except TemplateFailed as error:
                     raise BadInput(f"{chat.source}: the policy's chat template {first_error_line(error)}") from error
             if rendered is not None:
@@ -145,7 +145,7 @@ class ChatEncoder:
         messages: tuple[Message, ...] = chat.messages
         if chat.images or self._in_parts:
             messages = add_image_places(messages, len(chat.images))
-        if self._loss != "all":
+        if self._loss in ("assistant", "last"):
             messages = messages[: chat.turns[-1] + 1]  # nothing after the last turn is trained
         arguments, marks = chat.template, None
         if not self._rules.parses_control_tokens:
@@ -156,44 +156,60 @@ class ChatEncoder:
             arguments = self._control.mark_arguments(arguments, marks)
         return marks, [message.encode() for message in messages], arguments
 
-    def _render_chat(self, chat: Chat, arguments: TemplateArguments, source: str) -> RenderedChat:
-        """Return the rendered chat with the ranges of its trained turns. `source` names the chat in messages."""
+    def _render_chat(self, chat: TrainingChat, messages: Chat, arguments: TemplateArguments) -> RenderedChat:
+        """Return the rendered messages of a chat with the ranges of its trained turns."""
+        if self._loss == "completion":
+            [whole] = self._render_texts([messages], arguments, generation_prompt=False)
+            return RenderedChat(whole, (Turn(self._find_completion(chat, messages, whole, arguments), len(whole)),))
         if not marks_generation(self._tokenizer, tools=arguments.tools):
-            return self._find_turns(chat, arguments, source)
-        [marked] = render_marked_chats([chat], self._tokenizer, tools=arguments.tools, kwargs=arguments.kwargs)
-        return self._read_blocks(marked, source)
+            return self._find_turns(chat, messages, arguments)
+        [marked] = render_marked_chats([messages], self._tokenizer, tools=arguments.tools, kwargs=arguments.kwargs)
+        return self._read_blocks(marked, self._find_completion(chat, messages, marked.text, arguments), chat.source)
 
-    def _read_blocks(self, whole: MarkedChat, source: str) -> RenderedChat:
-        """Return a rendered chat whose trained turns are the parts that the chat template marks as generated. Raises
-        BadInput if the template marks no turn."""
-        turns = [Turn(begin, end) for begin, end in whole.spans if begin < end]
+    def _find_completion(self, chat: TrainingChat, messages: Chat, whole: str, arguments: TemplateArguments) -> int:
+        """Return the index in the rendered chat `whole` at which its completion begins, or 0 if the row has no
+        completion. Raises BadInput if the prompt is not a prefix of the whole chat."""
+        if chat.num_prompt_messages is None:
+            return 0
+        [prompt] = self._render_texts([messages[: chat.num_prompt_messages]], arguments, generation_prompt=True)
+        if not whole.startswith(prompt):
+            raise BadInput(
+                f"{chat.source}: the policy's chat template writes the prompt differently once the completion follows, "
+                "for example because it removes earlier thoughts, so the completion has no clear beginning. Set "
+                "warmup.chats.loss = 'last', or use a chat template that writes prompts the same way in both cases."
+            )
+        return len(prompt)
+
+    def _read_blocks(self, whole: MarkedChat, start: int, source: str) -> RenderedChat:
+        """Return a rendered chat whose trained turns are the parts after index `start` that the chat template marks as
+        generated. Raises BadInput if the template marks no turn."""
+        turns = [Turn(max(begin, start), end) for begin, end in whole.spans if max(begin, start) < end]
         if not turns:
             raise BadInput(
                 f"{source}: the policy's chat template has {{% generation %}} blocks, but marks no turn of this chat"
             )
         return RenderedChat(whole.text, tuple(turns[-1:] if self._loss == "last" else turns))
 
-    def _find_turns(self, chat: Chat, arguments: TemplateArguments, source: str) -> RenderedChat:
-        """Render a chat whole and up to each turn of the assistant, and return it with the ranges of these turns.
-        Raises BadInput if the prompt of a turn is not a prefix of the whole chat."""
-        [whole] = self._render_texts([chat], arguments, generation_prompt=False)
+    def _find_turns(self, chat: TrainingChat, messages: Chat, arguments: TemplateArguments) -> RenderedChat:
+        """Render a chat whole and up to each turn of the assistant that is trained, and return it with the ranges of
+        these turns. Raises BadInput if the prompt of a turn is not a prefix of the whole chat."""
+        [whole] = self._render_texts([messages], arguments, generation_prompt=False)
         if not self._needs_turns:
             return RenderedChat(whole, ())
-        turns = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
-        turns = turns[-1:] if self._loss == "last" else turns
-        prompts = self._render_texts([chat[:index] for index in turns], arguments, generation_prompt=True)
+        turns = chat.turns[-1:] if self._loss == "last" else chat.turns
+        prompts = self._render_texts([messages[:index] for index in turns], arguments, generation_prompt=True)
         for index, prompt in zip(turns, prompts, strict=True):
             if not whole.startswith(prompt):
                 raise BadInput(
-                    f"{source}: messages[{index}]: the policy's chat template writes the messages before this turn "
-                    "differently once later messages follow, for example because it removes earlier thoughts, so the "
-                    "turn cannot be trained inside the whole chat. Set warmup.chats.loss = 'last' to train only the "
-                    "last turn, or use a chat template with {% generation %} blocks."
+                    f"{chat.source}: messages[{index}]: the policy's chat template writes the messages before this "
+                    "turn differently once later messages follow, for example because it removes earlier thoughts, so "
+                    "the turn cannot be trained inside the whole chat. Set warmup.chats.loss = 'last' to train only "
+                    "the last turn, or use a chat template with {% generation %} blocks."
                 )
         limits = [*map(len, prompts[1:]), len(whole)]
         found = [self._ends.search(whole, len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         open_turns = [index for index, end in zip(turns, found, strict=True) if end is None]
-        contents = iter(self._find_ends_of_contents(chat, open_turns, whole, arguments, source))
+        contents = iter(self._find_ends_of_contents(messages, open_turns, whole, arguments, chat.source))
         return RenderedChat(
             whole,
             tuple(
@@ -352,28 +368,3 @@ class ChatEncoder:
                 break
             places.append(at)
         return encoding["input_ids"], places
-
-
-def enforce_chat_length(
-    inputs: Sequence[list[ModelInput]], sources: Sequence[str], *, context: int, too_long: Literal["refuse", "drop"]
-) -> list[list[ModelInput]]:
-    """Handle chats with an input of more than `context` tokens: "drop" leaves them out, "refuse" raises BadInput that
-    lists them. Returns the inputs of the remaining chats. Raises BadInput if no chat remains."""
-    kept, input_errors = list[list[ModelInput]](), InputErrors()
-    for each, source in zip(inputs, sources, strict=True):
-        length = max(map(len, each))
-        if length <= context:
-            kept.append(each)
-        elif too_long == "refuse":
-            with input_errors.collect(source):
-                raise BadInput(
-                    f"{source}: the chat has {format_count(length, 'token')}, but the policy's context is {context}. "
-                    "Shorten the chat, or set warmup.chats.on_too_long = 'drop'."
-                )
-    input_errors.check()
-    if inputs and not kept:
-        raise BadInput(
-            f"warmup.chats.on_too_long = 'drop' leaves no chat: all {len(inputs)} have more than {context} tokens, the "
-            "policy's context."
-        )
-    return kept

@@ -17,7 +17,7 @@ from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.config.training import SupervisedWarmup, TrainedTurns
 from models.data.examples import Example
-from models.data.training_chats import TrainingChat
+from models.data.training_chats import TrainingRow
 from models.engines.requests import generation_settings, stated_ends
 from models.modeling.batching import Rows, Sequences, fill_microbatches, pack_groups, plan_step
 from models.modeling.head import LossGradient
@@ -25,7 +25,7 @@ from models.modeling.layout import MicroBatch, lay_out
 from models.records.model_input import ModelInput
 from models.text.sequences import example_inputs
 from models.text.tokenizer import load_tokenizer
-from models.text.whole_chats import ChatEncoder
+from models.text.training_rows import encode_rows
 from models.training.offline import LAST_STEPS, TrainingCallbacks, TrainingResult, report_steps, take_step
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer
@@ -71,19 +71,19 @@ def encode_examples(examples: Sequence[Example], directory: Path, *, rules: Text
 
 
 def encode_chats(
-    chats: Sequence[TrainingChat], directory: Path, *, loss: TrainedTurns, rules: TextRules
+    chats: Sequence[TrainingRow], directory: Path, *, loss: TrainedTurns, rules: TextRules
 ) -> list[list[ModelInput]]:
-    """Encode whole chats for supervised fine-tuning of a policy. Returns the model inputs of each chat. `directory`
-    contains the policy's tokenizer, image settings and end tokens, and `loss` selects the trained turns. Raises
-    BadInput if a chat does not fit the policy."""
-    encoder = ChatEncoder(
+    """Encode chats, or prompts and completions, for supervised fine-tuning of a policy. Returns the model inputs of
+    each row. `directory` contains the policy's tokenizer, image settings and end tokens, and `loss` selects the trained
+    tokens. Raises BadInput if a row does not fit the policy."""
+    return encode_rows(
+        chats,
         load_tokenizer(directory),
         loss=loss,
         rules=rules,
         ends=stated_ends(generation_settings(directory)),
         processor=load_processor(directory),
     )
-    return encoder.encode(chats)
 
 
 def fine_tune(

@@ -46,7 +46,7 @@ from models.records.work import (
 )
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
-from models.text.whole_chats import enforce_chat_length
+from models.text.training_rows import enforce_chat_length
 from models.training.offline import (
     PairScores,
     PreferenceTraining,

@@ -44,9 +44,10 @@ from models.config.file_rules import iterate_data_paths
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from models.config.training import ChatTraining
+from models.data.folders import STATE_FILE
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.hub_inputs import hub_commits
+from tasks.run.hub_inputs import base_commits, hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
@@ -94,7 +95,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
-    return found.model_copy(update={"hub": hub_commits(config)})
+    return found.model_copy(update={"hub": hub_commits(config) | base_commits(config, run)})
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
@@ -213,14 +214,15 @@ def _files_of(value: object) -> Iterator[Path]:
 
 
 def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
-    """Return the folders of data that settings name, each with its data files. Paths that cannot be read are skipped,
-    because the code that reads them reports the error."""
+    """Return the folders of data that settings name, each with its data files, and with the file that lists these files
+    if they are not in the order of their names. Paths that the code that reads them refuses are skipped."""
     folders: dict[Path, tuple[Path, ...]] = {}
     for path in (path for each in settings for path in iterate_data_paths(each) if not is_on_hub(path)):
         with suppress(BadInput):
             found = find_data_files(path)
             if found.is_folder:
-                folders[path] = tuple(file for file, _ in found.files)
+                files = tuple(file for file, _ in found.files)
+                folders[path] = files if [*files] == sorted(files) else (*files, path / STATE_FILE)
     return folders
 
 

@@ -1,7 +1,8 @@
 """Models and datasets of a job on the Hugging Face Hub: their commits, and the download of their files."""
 
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -14,6 +15,9 @@ from infra.store.run_record import has_results
 from infra.store.runs import Run
 
 S = TypeVar("S", bound=BaseModel)
+
+BASE: Final = "base model"
+"""Kind of the base model of an adapter, in the keys under which a run records commits."""
 
 
 def with_hub_commits(config: S, run: Run | None = None) -> S:
@@ -70,6 +74,24 @@ def hub_commits(config: BaseModel) -> dict[str, str]:
     return commits
 
 
+def base_commits(config: BaseModel, run: Run | None = None) -> dict[str, str]:
+    """Return the commits of the base models on the Hub of all LoRA adapters in a configuration, by keys such as `base
+    model Qwen/Qwen3-0.6B`. A run with results keeps its recorded commits.
+
+    Directories that cannot be read are skipped, because the code that reads them reports the error.
+    """
+    if run is not None and has_results(run.store):
+        return {name: commit for name, commit in recorded_commits(run).items() if name.startswith(BASE)}
+    commits: dict[str, str] = {}
+    for path in paths_in(config):
+        is_hub_model = isinstance(path, HubPath) and path.address.kind == "model" and not path.address.file
+        with suppress(BadInput):
+            base = base_address(fetch_path(path)) if is_hub_model or path.is_dir() else None
+            if base is not None:
+                commits[f"{BASE} {base.name}"] = resolve_commit(base)
+    return commits
+
+
 def fetch_hub_inputs(config: BaseModel) -> None:
     """Fetch all files of a configuration that are on the Hub, with a progress bar. Files in the cache are kept. Raises
     BadInput if a file cannot be fetched."""
@@ -87,16 +109,16 @@ def describe_hub_inputs(config: BaseModel) -> dict[str, str]:
             folder, address = fetch_path(path), path.address.pin(resolve_commit(path.address))
             base = base_address(folder) if address.kind == "model" else None
             files = split_files(address) if address.kind == "dataset" and not address.file else None
-            sizes = list_files(address)
+            listed = list_files(address)
             root = Path(str(folder).removesuffix(f"/{address.file}")) if address.file else folder
-            names = files or [name for name in sizes if name.startswith(address.file) and (root / name).is_file()]
+            names = files or [name for name in listed if name.startswith(address.file) and (root / name).is_file()]
             part = ", ".join(filter(None, (address.config, address.split)))
             chosen = f" ({part})" if part else ""
             lines[f"{address.kind} {path.relative}{chosen}"] = _describe(
-                address.revision, [sizes[name] for name in names]
+                address.revision, [listed[name].size for name in names]
             )
             if base is not None:
-                lines[f"base model {base.name}"] = f"commit {fetch_snapshot(base).name[:12]}"
+                lines[f"{BASE} {base.name}"] = f"commit {fetch_snapshot(base).name[:12]}"
     return lines
 
 

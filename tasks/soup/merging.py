@@ -12,7 +12,8 @@ from pydantic import JsonValue
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
-from infra.store.inputs import fetch_path, format_path, has_run, is_remote
+from infra.store.hub import fetch_snapshot, resolve_commit
+from infra.store.inputs import HubPath, fetch_path, format_path, has_run, is_remote, read_model_path
 from models.config.policy import find_weights_conflict
 from models.config.promotion import CardConfig
 from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
@@ -149,8 +150,12 @@ def _parse_term(text: str) -> tuple[str, float]:
 
 
 def _find_parent(store: str, name: str, weight: float) -> Parent:
-    """Find the policy to merge by its name: a directory, a run of the store, or a run after an iteration (`RUN@N`)."""
-    path = Path(name)
+    """Find the policy to merge by its name: a directory, a model on the Hugging Face Hub, a run of the store, or a run
+    after an iteration (`RUN@N`). The name of a model on the Hub gets its commit."""
+    path = read_model_path(name)
+    if isinstance(path, HubPath):
+        address = path.address.pin(resolve_commit(path.address))
+        return Parent(f"{address.name}@{address.revision}", fetch_snapshot(address), weight)
     if is_remote(path) or path.is_dir():
         if has_run(path):
             raise BadInput(

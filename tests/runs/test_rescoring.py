@@ -245,3 +245,15 @@ def test_a_killed_rescoring_resumes_with_the_missing_work_only(copied, reference
     assert {key: m["digest"] for key, m in whole.items()} == {key: m["digest"] for key, m in expected.items()}
     assert {key: m for key, m in whole.items() if key in done} == done, "what was there was not made again"
     assert verify_run(str(copied.store), "tiny") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("rescore", ("--rewards", LENGTHS)), ("recredit", ("--algorithm", "rloo"))]
+)
+def test_a_deleted_newest_record_of_a_rescoring_is_reported_and_nothing_else_is_deleted(copied, command, options):
+    give(copied, command, *options, "--as", "x", "--iterations", "1-2", "pools.cluster=threads")
+    newest = f"{command}/x/it-0002/seal"
+    assert verify_run(str(copied.store), "tiny") == []
+    (copied.run / f"manifests/{newest}.json").unlink()
+    assert any(newest in problem for problem in verify_run(str(copied.store), "tiny"))
+    assert copied.command("gc", "--delete").code == 1

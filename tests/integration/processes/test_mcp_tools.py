@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from infra.errors import BadInput
 from models.config.environments import McpEnvironment
+from models.environments.mcp_tools import MAX_ERROR_CHARACTERS, _remove_secrets
 from models.environments.pool import EnvironmentPool, TurnAnswer
 from models.environments.runtime import tool_schemas
 from models.text.calls import Call
@@ -167,6 +168,14 @@ def test_a_password_in_an_address_is_not_repeated_in_the_message():
     with pytest.raises(ValidationError, match="user name or password") as refused:
         McpEnvironment(url="https://me:secret@tools.example.com/mcp")
     assert "secret@" not in refused.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize("before", range(MAX_ERROR_CHARACTERS - 12, MAX_ERROR_CHARACTERS + 2))
+def test_no_part_of_a_secret_remains_where_a_long_message_is_cut(before, monkeypatch):
+    monkeypatch.setenv("SHOP_KEY", "k3y-0f-the-sh0p")
+    message = _remove_secrets("x" * before + "k3y-0f-the-sh0p" + "y" * 99, {"variables": {"KEY": "SHOP_KEY"}})
+    assert len(message) <= MAX_ERROR_CHARACTERS
+    assert "k3" not in message
 
 
 @pytest.mark.parametrize(

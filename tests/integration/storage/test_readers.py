@@ -9,27 +9,28 @@ import pytest
 import s3fs
 
 from flows.cli.app import main
-from tests.support.in_process import own_store
+from tests.support.past_runs import NAME, past_versions, unpack_run
 from tests.support.s3_servers import ACCESS_KEY, SECRET_KEY
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def exported(s3_servers, reference, capsys, tmp_path, monkeypatch):
+def exported(s3_servers, capsys, tmp_path, monkeypatch):
     """Finished run, exported in a bucket, and the sum of the rewards of its completions."""
+    disk = str(unpack_run(past_versions()[-1], tmp_path))
     place = s3_servers.start("moto").place()
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
     place.open()
-    assert main(["copy", "tiny", own_store(reference, tmp_path), place.uri]) == 0
-    assert main(["export", "tiny", "--store", place.uri]) == 0
+    assert main(["copy", NAME, disk, place.uri]) == 0
+    assert main(["export", NAME, "--store", place.uri]) == 0
     capsys.readouterr()
     sql = "select count(*) as rows, sum(reward) as reward from rollouts"
-    assert main(["query", sql, "tiny", "--store", str(reference.store), "--json"]) == 0
+    assert main(["query", sql, NAME, "--store", disk, "--json"]) == 0
     (expected,) = json.loads(capsys.readouterr().out)
     assert expected["rows"] > 0
-    yield place.environment["AWS_ENDPOINT_URL"], f"{place.uri}/tiny/export/*.parquet", expected
+    yield place.environment["AWS_ENDPOINT_URL"], f"{place.uri}/{NAME}/export/*.parquet", expected
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -60,7 +61,7 @@ def test_datasets_loads_exports(exported, tmp_path):
 
 def test_a_query_gives_the_same_answer_in_the_bucket_and_writes_nothing(exported, capsys):
     _, address, expected = exported
-    store = address.partition("/tiny/")[0]
+    store = address.partition(f"/{NAME}/")[0]
     sql = "select count(*) as rows, sum(reward) as reward from rollouts"
     assert main(["query", sql, "--store", store, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [expected]

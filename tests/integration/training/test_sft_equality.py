@@ -7,14 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from models.config.texts import TextRules
+from models.config.training import ChatTraining
 from models.data.examples import Example
 from models.data.problems import Message, TemplateArguments
-from models.data.training_chats import TrainingChat
+from models.data.training_chats import TrainingChat, load_chats
 from models.modeling.logprobs import TokenLogprobs
 from models.text.sequences import example_inputs
+from models.text.training_rows import encode_rows
 from models.text.whole_chats import ChatEncoder
 from models.training.supervised import imitation_loss
 from tests.support.chat_templates import FIND, tokenizer_of
+from tests.support.data_files import write_lines
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns
 
@@ -24,6 +28,21 @@ PAIRS = [
     {
         "prompt": [{"role": "user", "content": f"Ana has {n} pens"}],
         "completion": [{"role": "assistant", "content": f"it is sunny {n * n}"}],
+    }
+    for n in (2, 31, 7)
+]
+DIALOGS = [
+    {
+        "prompt": [
+            {"role": "user", "content": f"find {n}"},
+            {"role": "assistant", "content": f"it is sunny {n}"},
+            {"role": "user", "content": "calls"},
+        ],
+        "completion": [
+            {"role": "assistant", "content": f"Ana has {n} pens"},
+            {"role": "user", "content": f"role {n}"},
+            {"role": "assistant", "content": f"it is {n * n}"},
+        ],
     }
     for n in (2, 31, 7)
 ]
@@ -172,6 +191,38 @@ def test_the_last_turn_is_trained_as_the_completion_of_a_prompt_in_trl(tokenizer
     ]
     for each, example in zip(inputs, examples, strict=True):
         assert each.tokens.tolist() == example["input_ids"]
+        assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
+    assert_same_training(theirs, train_here(inputs, is_packed=False))
+
+
+def encode_file(rows, path, tokenizer, **settings):
+    config = ChatTraining(path=write_lines(path, *rows), heldout_fraction=0, **settings)
+    read = load_chats(config)[0]
+    encoded = encode_rows(read, tokenizer, loss=config.loss, rules=TextRules(), ends=(), processor=None)
+    return [each for [each] in encoded]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "loss"),
+    [(PLAIN, "assistant"), (PAIRS, "completion"), (DIALOGS, "completion")],
+    ids=["texts", "pairs", "dialogs"],
+)
+def test_completions_are_trained_as_by_trl_with_completion_only_loss(rows, loss, is_packed, tokenizer, tmp_path):
+    examples, *theirs = train_with_trl(tokenizer, rows, tmp_path, completion_only_loss=True)
+    inputs = encode_file(rows, tmp_path / "chats.jsonl", tokenizer, loss=loss)
+    for each, example in zip(inputs, examples, strict=True):
+        assert each.tokens.tolist() == example["input_ids"]
+        assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
+    assert_same_training(theirs, train_here(inputs, is_packed=is_packed))
+
+
+def test_turns_in_completions_are_trained_as_by_trl_with_assistant_only_loss(tokenizer, tmp_path):
+    tokenizer = use_markers(tokenizer)
+    settings = {"completion_only_loss": True, "assistant_only_loss": True}
+    examples, *theirs = train_with_trl(tokenizer, DIALOGS, tmp_path, **settings)
+    inputs = encode_file(DIALOGS, tmp_path / "chats.jsonl", tokenizer)
+    for each, example in zip(inputs, examples, strict=True):
         assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
     assert_same_training(theirs, train_here(inputs, is_packed=False))
 

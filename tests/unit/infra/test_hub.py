@@ -113,6 +113,30 @@ def test_a_file_that_stays_wrong_is_refused_and_not_kept(hub, tmp_path):
     assert "tokenizer.json" not in {path.name for path in tmp_path.rglob("*")}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["other bytes", "cut"])
+def test_a_file_that_was_damaged_before_it_was_verified_is_downloaded_again(hub, monkeypatch, name, damage):
+    commit = hub.add("team/tiny", MODEL)
+    with monkeypatch.context() as killed:  # the process ends after the download, before the verification
+        killed.setattr("infra.store.hub.verify_files", lambda *_, **__: None)
+        folder = fetch_snapshot(TINY)
+    blob = (folder / name).resolve()
+    blob.write_bytes(MODEL[name][::-1] if damage == "other bytes" else MODEL[name][:-1])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(BadInput, match=rf"{name} is damaged"):
+        fetch_snapshot(TINY.pin(commit))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert (fetch_snapshot(TINY.pin(commit)) / name).read_bytes() == MODEL[name]
+
+
+@pytest.mark.parametrize("files", [{"train.jsonl": b"{}"}, {"README.md": b"", "train.jsonl": b"{}"}])
+def test_only_files_that_exist_are_requested_so_the_library_prints_no_warning(hub, files, caplog, capfd):
+    hub.add("team/plain", files, kind="dataset")
+    with caplog.at_level("WARNING", logger="huggingface_hub"):
+        fetch_snapshot(HubAddress("dataset", "team/plain"))
+    assert not caplog.records and "Fetching 0 files" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("address", "token", "is_offline", "parts"),
     [
@@ -203,4 +227,5 @@ def test_the_base_of_an_adapter_is_fetched_with_it(hub):
 def test_sizes_of_files_are_known_after_a_fetch(hub):
     commit = hub.add("team/tiny", MODEL)
     fetch_snapshot(TINY)
-    assert list_files(TINY.pin(commit)) == {name: len(data) for name, data in MODEL.items()}
+    sizes = {name: file.size for name, file in list_files(TINY.pin(commit)).items()}
+    assert sizes == {name: len(data) for name, data in MODEL.items()}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import _registry
 
 from infra.errors import BadInput
@@ -69,3 +69,12 @@ def test_an_address_whose_package_is_not_installed_names_the_package(address, mo
     monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path))
     with pytest.raises(BadInput, match=r"az://data/rows\.jsonl needs the package adlfs"):
         fetch_path(Path(address))
+
+
+@pytest.mark.parametrize("name", ["/data/model/../../secret", "/data/model//etc/passwd"])
+def test_an_object_whose_name_leads_out_of_the_folder_is_refused(bucket, tmp_path, name):
+    Bucket.store[name] = MemoryFile(bucket, name, b"x")
+    bucket.pipe_file("/data/model/config.json", b"{}")
+    with pytest.raises(BadInput, match="name of this object"):
+        fetch_path(Path("gs://data/model"))
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("secret", "passwd")]

@@ -30,7 +30,7 @@ from tasks.config.run import load_config
 from tests.support.model_files import change_files
 
 HOME = Path(__file__).parents[3]
-CONFIGS = sorted({*HOME.glob("configs/*.toml")} - {HOME / "configs/retriever.toml"})
+CONFIGS = sorted({*HOME.glob("configs/*.toml")} - {HOME / f"configs/{name}.toml" for name in ("retriever", "hub")})
 KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 LORA = LoraConfig(rank=3, targets=("q_proj", "down_proj"))
 

@@ -10,8 +10,11 @@ import pytest
 
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
+from models.config.objectives import UpdateConfig
+from models.config.policy import ModelOutline, ModelShape
 from models.config.proposals import JobProposal, ProposalRequest
 from models.proposals.job import propose_job
+from models.proposals.sizes import Machine, propose_batch_rows, propose_lora
 from models.rewards.rules import build_reward
 from tasks.config.documents import place_document
 from tasks.config.run import RunConfig, override_config
@@ -229,6 +232,41 @@ def test_a_machine_with_gpus_gets_a_worker_and_a_rank_for_each(propose):
     _, config = propose(DATA["labels"][1], gpus=2, memory=80 * GIB)
     assert (config.pools.workers.max, config.pools.update_ranks, config.pools.gpus_per_worker) == (2, 2, 1)
     assert config.update.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("gpus", "memory"), [(1, 24 * GIB), (8, 80 * GIB)])
+def test_a_job_for_gpus_generates_in_the_precision_of_training_and_passes_the_check(gpus, memory, propose):
+    proposal, config = propose(DATA["labels"][1], gpus=gpus, memory=memory)
+    assert (config.rollout.engine.kind, config.rollout.engine.dtype) == ("transformers", "bfloat16")
+    assert "rheostat engine install vllm" in proposal.document
+    facts = check(Inputs.model_validate_json(config.model_dump_json())).facts
+    held = sum(facts[f"update_{name}_bytes"] for name in ("weights", "gradient", "optimizer"))
+    assert held + facts["rollout_weights_bytes"] + facts["rollout_cache_bytes"] < memory
+    document = proposal.document.replace('kind = "transformers"', 'kind = "vllm"')
+    lines = [line for line in document.splitlines() if not line.startswith("max_batch_rows")]
+    assert override_config(tomllib.loads("\n".join(lines)), [], source="job.toml").rollout.engine.dtype == "bfloat16"
+
+
+def test_the_memory_of_a_large_policy_is_divided_among_the_gpus():
+    full, outline = UpdateConfig(dtype="bfloat16"), ModelOutline("Qwen3ForCausalLM", 8 * 10**9, {})
+    assert propose_lora(full, outline, Machine(1, 80 * GIB, 8)) is not None
+    assert propose_lora(full, outline, Machine(8, 80 * GIB, 8)) is None
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(400, True), (80, False), (24, False)])
+def test_the_completions_of_a_batch_on_a_gpu_fit_in_its_memory(memory, fits):
+    update, outline = UpdateConfig(dtype="bfloat16"), ModelOutline("Qwen3ForCausalLM", 6 * 10**8, {})
+    shape = ModelShape(6 * 10**8, context=4096, layers=28, heads=16, kv_heads=8, head_size=128)
+    [rows, twice] = [
+        propose_batch_rows(
+            update, outline, shape, longest=2000, completions=512, machine=Machine(1, size * GIB, 8)
+        ).value
+        for size in (memory, 2 * memory)
+    ]
+    assert (rows == 512) == fits
+    token_bytes = 2 * 28 * 8 * 128 * 2
+    assert 0 < rows * 2000 * token_bytes < memory * GIB
+    assert rows <= twice
 
 
 def test_prompts_without_room_for_a_completion_are_dropped_and_counted(propose):

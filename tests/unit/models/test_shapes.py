@@ -11,6 +11,7 @@ from pyarrow import feather
 
 from infra.errors import BadInput, InputErrors
 from models.config.data import FileData, MixtureData
+from models.data.files import read_problems
 from models.data.image_files import image_files
 from models.data.messages import read_messages
 from models.data.nested import find_field
@@ -52,6 +53,50 @@ def test_turns_of_sharegpt_become_messages(author, role):
 )
 def test_function_calls_of_sharegpt_become_tool_calls(text, calls):
     assert encode_chat([{"from": "function_call", "value": text}]) == [{"role": "assistant", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<image>\nWhat is it?", [None, "\nWhat is it?"]),
+        ("Is <image> like <image>?", ["Is ", None, " like ", None, "?"]),
+        ("<image>\n<image>", [None, None]),
+        ("What is it?", "What is it?"),
+    ],
+)
+@pytest.mark.parametrize(("author", "value"), [("from", "value"), ("role", "content")])
+def test_image_marks_in_messages_become_images_in_their_places(author, value, text, content, tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    marks = text.count("<image>")
+    row = {"conversations": [{author: "user", value: text}], "images": ["a.png"] * marks, "answer": "a"}
+    write_lines(tmp_path / "rows.jsonl", row)
+    data = FileData(path=tmp_path / "rows.jsonl", prompt_column="conversations", images_column="images")
+    [problem] = read_problems(data.path, data)
+    parts = [part if isinstance(part, str) else None for part in problem.prompt[0].parts]
+    assert parts == ([content] if isinstance(content, str) else content)
+    assert len(problem.images) == marks
+    text_only = data.model_copy(update={"image_mark": ""})
+    [problem] = read_problems(data.path, text_only)
+    assert problem.prompt[0].content == text
+
+
+SYSTEM_CHAT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi."}]
+
+
+@pytest.mark.parametrize(
+    ("column", "chat", "roles"),
+    [
+        ("Be brief.", SYSTEM_CHAT[1:], ["system", "user"]),
+        ("Be brief.", SYSTEM_CHAT, ["system", "user"]),
+        ("", SYSTEM_CHAT[1:], ["user"]),
+        (None, SYSTEM_CHAT[1:], ["user"]),
+        ("Be brief.", "Hi.", None),
+    ],
+)
+def test_the_column_system_is_the_system_message_of_a_chat(column, chat, roles, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", {"prompt": chat, "system": column, "answer": "a"})
+    [problem] = read_problems(tmp_path / "rows.jsonl", FileData(path=tmp_path / "rows.jsonl"))
+    assert problem.prompt == chat if roles is None else [each.role for each in problem.prompt] == roles
 
 
 def test_text_parts_of_both_chat_formats_are_read():
@@ -286,3 +331,39 @@ def test_a_dotted_path_into_a_map_of_a_table_is_read_row_by_row(tmp_path):
     assert [row["a.b"] for _, row in read_rows(tmp_path / "a.parquet", ["a.b"], errors, version=2)] == [1]
     with pytest.raises(BadInput, match=r"row 1: there is no column 'a.b'"):
         errors.check()
+
+
+# ---- images by path
+
+
+def write_image_folder(folder, suffix=".jsonl"):
+    """Write two pictures and a metadata file in the form of the `imagefolder` of `datasets`."""
+    (folder / "deep").mkdir(parents=True)
+    names = ("red.png", "deep/blue.png")
+    for name in names:
+        (folder / name).write_bytes(picture(folder.joinpath(name).stem))
+    rows = [{"file_name": name, "prompt": f"{name}?", "answer": "1"} for name in names]
+    write_lines(folder / "metadata.jsonl", *rows)
+    if suffix == ".csv":
+        lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+        (folder / "metadata.csv").write_text("\n".join(lines))
+        (folder / "metadata.jsonl").unlink()
+    return [picture("red"), picture("blue")]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize("name", ["", "metadata"])
+def test_a_folder_of_images_with_metadata_is_read(name, suffix, tmp_path):
+    pictures = write_image_folder(tmp_path / "images", suffix)
+    data = FileData(path=tmp_path / "images" / (name and name + suffix), images_column="file_name")
+    assert [each.images for each in read_problems(data.path, data)] == [(one,) for one in pictures]
+    assert [*image_files(data)] == [tmp_path / "images/red.png", tmp_path / "images/deep/blue.png"]
+
+
+def test_images_that_datasets_saved_are_read_from_their_bytes(tmp_path):
+    write_image_folder(tmp_path / "images")
+    loaded = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "images"), cache_dir=str(tmp_path / "cache"))
+    loaded["train"].save_to_disk(tmp_path / "saved")
+    data = FileData(path=tmp_path / "saved", images_column="image")
+    problems = {each.prompt: each.images for each in read_problems(data.path, data)}
+    assert problems == {"red.png?": (picture("red"),), "deep/blue.png?": (picture("blue"),)}

@@ -6,13 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from infra.errors import RunChanged
+from infra.errors import InputErrors, RunChanged
 from infra.store.dependencies import Dependencies, dependency_records, record_dependencies
 from infra.store.file_digests import file_digests
 from infra.store.runs import create_run
@@ -20,6 +21,7 @@ from models.config.engines import VllmEngine
 from models.config.environments import EnvironmentConfig
 from models.config.rollout import RolloutConfig
 from models.data.image_files import image_files
+from models.data.rows import read_rows
 from tasks.config.run import RunConfig, load_config
 from tasks.run import dependencies
 from tasks.run.dependencies import dependencies_of, find_matching_run
@@ -218,6 +220,26 @@ def test_dependencies_include_the_files_of_a_folder_and_the_images_in_it():
         [change] = found.changes(dependencies_of(config))
         assert "data file rows/* has changed" in change
         Path("rows", changed).write_bytes(before)
+
+
+def test_another_order_of_the_files_of_a_saved_folder_is_a_change():
+    rows = [{"prompt": f"{number}?", "answer": "1"} for number in range(3)]
+    datasets.Dataset.from_list(rows).save_to_disk("saved", num_shards=3)
+    Path("job.toml").write_text('name = "job"\n[data]\nkind = "file"\npath = "saved"\n')
+    config, state = load_config(Path("job.toml")), Path("saved/state.json")
+    orders, listed = list[Dependencies](), json.loads(state.read_text())
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        files = [listed["_data_files"][index] for index in order]
+        state.write_text(json.dumps({**listed, "_data_files": files}))
+        orders.append(dependencies_of(config))
+        assert [row["prompt"] for row in datasets.load_from_disk("saved")] == [f"{index}?" for index in order]
+        assert [row["prompt"] for _, row in read_rows(Path("saved"), ["prompt"], InputErrors())] == [
+            f"{index}?" for index in order
+        ]
+    assert [*orders[0].data] == ["saved/*"]
+    for before, after in ((0, 1), (1, 0), (1, 2)):
+        [change] = orders[before].changes(orders[after])
+        assert "data file saved/* has changed" in change
 
 
 def test_dependencies_include_the_chats_of_the_warm_up_and_their_images():

@@ -1,5 +1,6 @@
 """Jobs with names of the Hugging Face Hub: the commits that a run records and keeps, and the keys that take a name."""
 
+import asyncio
 import json
 import tomllib
 
@@ -8,25 +9,53 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
+import infra.store.hub
+from flows.cli.train import _build_evaluation_config
 from infra.errors import BadInput, RunChanged
-from infra.store.dependencies import dependency_records, record_dependencies, recorded_config
+from infra.store.dependencies import dependency_records, record_dependencies, recorded_commits, recorded_config
+from infra.store.hub import resolve_commit
+from infra.store.hub_names import HubAddress
 from infra.store.inputs import HubPath, fetch_path, paths_in, place_texts
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from models.config.data import FileData
 from models.config.proposals import ProposalRequest
-from models.data.files import file_problems
+from models.config.retriever import RetrieverConfig
+from models.data.files import file_problems, read_problems
+from models.data.preferences import load_preferences
+from models.data.problems import load_problems
+from models.data.training_chats import load_chats
 from models.inspection.directory import inspect_import
+from models.inspection.other_models import check_teacher
+from models.modeling.critic import critic_from_policy, write_critic
+from models.modeling.initial import write_judge, write_reward_model
 from models.modeling.initial import write_policy as write_initial_policy
+from models.modeling.policy import save_policy
 from models.proposals.job import propose_job
+from models.text.tokenizer import load_tokenizer
 from tasks.config.run import RunConfig, parse_config
+from tasks.retriever import lock_retriever, with_recorded_defaults
 from tasks.run.dependencies import dependencies_of
 from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_hub_commits
+from tasks.soup.merging import weighted_parents
+from tests.support.pictures import picture
 from tests.support.policies import write_policy
 
 POLICY = {"kind": "directory", "path": "team/tiny"}
 DATA = {"kind": "file", "path": "team/sums", "split": "train", "heldout_split": "test"}
 JOB = {"name": "r", "policy": POLICY, "data": DATA}
+
+
+def resolve_again():
+    """Forget the commits that this process has resolved, as a new process would."""
+    infra.store.hub._query_commit.cache_clear()
+
+
+PAIRS = [{"prompt": f"number {each}?", "chosen": str(each), "rejected": "none"} for each in range(40)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"number {each}?"}, {"role": "assistant", "content": str(each)}]}
+    for each in range(40)
+]
 
 
 def rows(*answers):
@@ -64,6 +93,18 @@ def begin(tmp_path, document=JOB):
         record_dependencies(run, dependencies_of(config, None), iteration=1, folder=str(tmp_path))
         run.commit(Manifest(key="policy/0"))
     return run
+
+
+def write_adapter(directory, base):
+    """Write an adapter of rank 1 to the query projection of the first layer of a policy's directory."""
+    directory.mkdir()
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "team/tiny"}))
+    layer = "model.layers.0.self_attn.q_proj"
+    out, width = load_file(base / "model.safetensors")[f"{layer}.weight"].shape
+    pair = {"lora_A": torch.ones(1, width), "lora_B": torch.ones(out, 1)}
+    tensors = {f"base_model.model.{layer}.{name}.weight": tensor for name, tensor in pair.items()}
+    save_file(tensors, directory / "adapter_model.safetensors")
 
 
 def commits_in(config):
@@ -153,21 +194,53 @@ def test_a_policy_of_the_hub_is_checked_and_copied_like_a_directory(repositories
 
 
 def test_an_adapter_with_a_base_on_the_hub_is_checked_and_merged(repositories, tmp_path):
-    (tmp_path / "adapter").mkdir()
-    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-    settings["base_model_name_or_path"] = "team/tiny"
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    layer = "model.layers.0.self_attn.q_proj"
-    out, width = load_file(tmp_path / "policy" / "model.safetensors")[f"{layer}.weight"].shape
-    pair = {"lora_A": torch.ones(1, width), "lora_B": torch.ones(out, 1)}
-    tensors = {f"base_model.model.{layer}.{name}.weight": tensor for name, tensor in pair.items()}
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    write_adapter(tmp_path / "adapter", tmp_path / "policy")
     repositories.add("team/adapter", tmp_path / "adapter")
     policy, copy = with_hub_commits(job({"policy": {**POLICY, "path": "team/adapter"}})).policy, tmp_path / "copy"
     copy.mkdir()
     fetch_hub_inputs(policy)
     assert write_initial_policy(policy, copy, texts=[], seed=0) > 0 and (copy / "model.safetensors").is_file()
     assert set(describe_hub_inputs(policy)) == {"model team/adapter", "base model team/tiny"}
+
+
+@pytest.mark.parametrize("is_on_hub", [True, False])
+def test_the_commit_of_the_base_of_an_adapter_is_recorded_once(repositories, tmp_path, is_on_hub):
+    write_adapter(tmp_path / "adapter", tmp_path / "policy")
+    first = resolve_commit(HubAddress("model", "team/tiny"))
+    repositories.add("team/adapter", tmp_path / "adapter")
+    path = "team/adapter" if is_on_hub else str(tmp_path / "adapter")
+    run = begin(tmp_path, {"name": "r", "policy": {**POLICY, "path": path}, "data": DATA})
+    assert dependency_records(run)[-1].dependencies.hub["base model team/tiny"] == first
+    repositories.add("team/tiny", {"config.json": b"{}"})
+    config = with_hub_commits(job({"name": "r", "policy": {**POLICY, "path": path}, "data": DATA}), run)
+    assert dependencies_of(config, run).hub == dependency_records(run)[-1].dependencies.hub
+
+
+def test_a_run_without_results_records_the_commits_of_its_last_start(repositories, tmp_path):
+    run = create_run(str(tmp_path / "store"), "r", job().identity())
+    starts = []
+    for shift in (0, 10):
+        starts.append(repositories.add("team/sums", sums(shift=shift), kind="dataset"))
+        resolve_again()
+        with run.lock():
+            record_dependencies(run, dependencies_of(with_hub_commits(job(), run), run), iteration=1)
+    assert starts[0] != starts[1] == recorded_commits(run)["dataset team/sums"]
+
+
+def test_a_retriever_keeps_the_commits_of_its_pairs(repositories, tmp_path):
+    pairs = [{"query": f"number {each}?", "passage": f"the number {each}"} for each in range(40)]
+    lines = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    first = repositories.add("team/pairs", {"train.jsonl": lines}, kind="dataset")
+    config = RetrieverConfig(store=str(tmp_path / "store"), pairs={"kind": "file", "path": "team/pairs"})
+
+    async def start():
+        async with lock_retriever(with_recorded_defaults(config)) as opened:
+            opened.run.commit(Manifest(key="pairs"))
+
+    asyncio.run(start())
+    repositories.add("team/pairs", {"train.jsonl": b""}, kind="dataset")
+    resolve_again()
+    assert with_recorded_defaults(config).pairs.path.address.revision == first
 
 
 def test_the_plan_names_commits_files_and_bytes(repositories):
@@ -194,7 +267,84 @@ def test_a_job_is_proposed_for_names_of_the_hub(repositories, tmp_path):
     assert (document["data"]["path"], document["policy"]["path"]) == ("team/questions", "team/tiny")
 
 
+# ---- other models and data
 CHAT = {"kind": "directory", "path": "team/tiny"}
+SCORER = {"kind": "directory", "path": "team/scorer"}
+
+
+def load_judge(config, folder):
+    [reward] = config.scoring.hosted_rewards.values()
+    return write_judge(reward, reward.model, folder, problems=[], seed=0)
+
+
+def load_scorer(config, folder):
+    [reward] = config.scoring.hosted_rewards.values()
+    return write_reward_model(reward, reward.model, folder, problems=[], seed=0)
+
+
+def load_teacher(config, folder):
+    tokenizer = load_tokenizer(fetch_path(config.policy.path))
+    return check_teacher(config.algorithm.distillation.teacher, tokenizer, longest_tokens=8)
+
+
+def load_critic(config, folder):
+    return write_critic(fetch_path(config.algorithm.critic.path), fetch_path(config.policy.path), folder)
+
+
+def load_pairs(config, folder):
+    return load_preferences(config.preferences, config.data, split="train", seed=0)
+
+
+def load_mixture(config, folder):
+    return load_problems(config.data, "train", 0)
+
+
+def load_warmup(config, folder):
+    return load_chats(config.warmup.chats)
+
+
+@pytest.mark.parametrize(
+    ("document", "name", "files", "load"),
+    [
+        ({"scoring": {"rewards": [{"kind": "judge", "model": CHAT}]}}, "model team/tiny", "model", load_judge),
+        ({"scoring": {"rewards": [{"kind": "model", "model": SCORER}]}}, "model team/scorer", "model", load_scorer),
+        ({"algorithm": {"kind": "grpo", "distillation": {"teacher": CHAT}}}, "model team/tiny", "model", load_teacher),
+        ({"algorithm": {"kind": "ppo", "critic": {"path": "team/scorer"}}}, "model team/scorer", "model", load_critic),
+        (
+            {"dpo": {}, "preferences": {"kind": "file", "path": "team/pairs"}},
+            "dataset team/pairs",
+            "train",
+            load_pairs,
+        ),
+        (
+            {"data": {"kind": "mixture", "sources": [{"path": "team/sums", "split": "train"}]}},
+            "dataset team/sums",
+            "train",
+            load_mixture,
+        ),
+        ({"warmup": {"chats": {"path": "team/chats"}}}, "dataset team/chats", "train", load_warmup),
+    ],
+    ids=["judge", "reward model", "teacher", "critic", "preferences", "mixture", "chats"],
+)
+def test_another_input_of_the_hub_is_fetched_recorded_and_loaded_offline(
+    repositories, tmp_path, monkeypatch, document, name, files, load
+):
+    scorer, copy = tmp_path / "scorer", tmp_path / "copy"
+    for folder in (scorer, copy):
+        folder.mkdir()
+    save_policy(critic_from_policy(tmp_path / "policy"), load_tokenizer(tmp_path / "policy"), scorer)
+    repositories.add("team/scorer", scorer)
+    for repository, lines in (("team/pairs", PAIRS), ("team/chats", CHATS)):
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        repositories.add(repository, {"train.jsonl": content}, kind="dataset")
+    kind, _, repository = name.partition(" ")
+    config = with_hub_commits(job({**JOB, **document}))
+    fetch_hub_inputs(config)
+    assert any(file.split("/")[-1].startswith(files) for file in repositories.downloads())
+    assert recorded_commits(begin(tmp_path, {**JOB, **document}))[name] == resolve_commit(HubAddress(kind, repository))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    repositories.requests.clear()
+    assert load(type(config).model_validate_json(config.model_dump_json()), copy) and not repositories.requests
 
 
 @pytest.mark.parametrize(
@@ -207,6 +357,7 @@ CHAT = {"kind": "directory", "path": "team/tiny"}
         ({"data": {"kind": "file", "path": "a.jsonl", "heldout_path": "team/tiny"}}, "dataset"),
         ({"data": {"kind": "mixture", "sources": [{"path": "team/tiny"}]}}, "dataset"),
         ({"preferences": {"kind": "file", "path": "team/tiny"}}, "dataset"),
+        ({"warmup": {"chats": {"path": "team/tiny"}}}, "dataset"),
         ({"scoring": {"rewards": [{"kind": "judge", "model": CHAT}]}}, "model"),
         ({"scoring": {"rewards": [{"kind": "model", "model": CHAT}]}}, "model"),
         ({"scoring": {"rewards": [{"kind": "similarity", "retriever": "team/tiny"}]}}, "model"),
@@ -219,3 +370,32 @@ def test_every_key_for_a_model_or_data_takes_a_name_of_the_hub(document, kind):
     settings = TypeAdapter(RunConfig.model_fields[key].rebuild_annotation()).validate_python(value)
     names = {(path.address.kind, path.address.name) for path in paths_in(settings) if isinstance(path, HubPath)}
     assert names == {(kind, "team/tiny")}
+
+
+# ---- commands
+def test_evaluate_takes_the_name_of_a_model_of_the_hub(hub, tmp_path):
+    (tmp_path / "job.toml").write_text('name = "r"\n')
+    config = _build_evaluation_config("team/tiny@v1", tmp_path / "job.toml", [])
+    assert config.policy.path.address == HubAddress("model", "team/tiny", "v1")
+
+
+def test_merge_takes_names_of_models_of_the_hub_and_records_their_commits(repositories, tmp_path):
+    commit = resolve_commit(HubAddress("model", "team/tiny"))
+    own, other = weighted_parents(str(tmp_path), ["team/tiny=0.5", f"{tmp_path / 'policy'}=0.5"])
+    assert own.name == f"team/tiny@{commit}" and own.path.name == commit and other.path == tmp_path / "policy"
+    assert (own.path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("path", ["team/pictures", "hf://datasets/team/pictures/train/metadata.jsonl"])
+def test_the_images_that_a_dataset_names_are_fetched_from_the_folder_of_its_data_file(path, hub):
+    names = ("red.png", "deep/blue.png")
+    rows = "".join(json.dumps({"file_name": name, "prompt": f"{name}?", "answer": "1"}) + "\n" for name in names)
+    pictures = {f"train/{name}": picture(name.split("/")[-1].removesuffix(".png")) for name in names}
+    hub.add("team/pictures", {"train/metadata.jsonl": rows.encode(), **pictures}, kind="dataset")
+    data = job(JOB | {"data": {"kind": "file", "path": path, "images_column": "file_name"}}).data
+    assert [each.images for each in read_problems(data.path, data)] == [(each,) for each in pictures.values()]
+    missing = rows.replace("red.png", "gone.png")
+    hub.add("team/other", {"train/metadata.jsonl": missing.encode(), **pictures}, kind="dataset")
+    data = job(JOB | {"data": {"kind": "file", "path": "team/other", "images_column": "file_name"}}).data
+    with pytest.raises(BadInput, match=r"metadata.jsonl:1.*gone.png"):
+        read_problems(data.path, data)
