@@ -115,8 +115,8 @@ def _describe_without_record(entries: "Sequence[Entry]") -> str:
     size = sum(entry.bytes for entry in entries) / 1e6
     return (
         f"its run.json is missing, but {format_count(len(entries), 'file')} ({size:,.1f} MB) of it remain. If you "
-        "deleted the run, a process of the run wrote these files later: delete the folder again. Otherwise, restore run.json "
-        "from a copy."
+        "deleted the run, a process of the run wrote these files later: delete the folder again. Otherwise, restore "
+        "run.json from a copy."
     )
 
 
