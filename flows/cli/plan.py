@@ -8,7 +8,7 @@ import psutil
 
 from infra.config import PoolsConfig, Settings
 from infra.counts import format_count
-from infra.environments.find import num_gpus
+from infra.environments.gpus import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.inputs import format_path

@@ -20,6 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
 from infra.pools.forks import THREADED_MODULES, hide_modules
+from models.engines.device import choose_device
 from models.modeling.sequence_parallel import SequenceParallelGroup
 
 COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
@@ -79,7 +80,7 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_
     A loopback address keeps all sockets on loopback. A process stays in its group: joining again as the same rank has
     no effect, and joining as another rank raises BadInput.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = choose_device() == "cuda"
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from infra.environments.find import Platform, find_python
+from infra.environments.find import find_python
+from infra.environments.gpus import Platform
 from infra.errors import BadInput
 from infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
 from models.config.context import usable_context
