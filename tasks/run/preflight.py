@@ -18,7 +18,7 @@ from typing import Final, Literal
 import psutil
 
 from infra.config import adopt_recorded
-from infra.environments.find import gpu_memory
+from infra.environments.gpus import gpu_memory
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, run_apart
 from infra.store.chain import linked_parts
