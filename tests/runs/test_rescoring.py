@@ -1,6 +1,7 @@
 """Stored rollouts that are rescored and recredited: equal settings give equal results, and invalid ones are refused."""
 
 import json
+import shutil
 from collections.abc import Iterator
 
 import pyarrow.parquet as pq
@@ -106,6 +107,7 @@ def test_commands_accept_a_run_with_rescored_rollouts(again):
 
 def test_verify_finds_scores_of_other_rollouts_and_a_wrong_comparison(again, tmp_path):
     job = copy_job(again, tmp_path / "job")
+    shutil.rmtree(job.run / "chain/rescore")  # like a rescoring by an earlier version, whose edits no hash shows
     first, second = (job.run / f"manifests/rescore/own/it-0002/scoring/000{n}.json" for n in (0, 1))
     manifest = decode_manifest(first.read_bytes(), key="rescore/own/it-0002/scoring/0000")
     other = decode_manifest(second.read_bytes(), key="rescore/own/it-0002/scoring/0001")
