@@ -92,6 +92,12 @@ def pins_path(engine: str, platform: Platform) -> Path:
     return DISTRIBUTIONS[engine].pins / f"{engine}-{platform}.txt"
 
 
+def supported_pythons(engine: str, platform: Platform) -> tuple[str, ...]:
+    """Return the versions of Python that an engine's pinned packages support, or an empty tuple if there is no
+    restriction."""
+    return DISTRIBUTIONS[engine].pythons.get(platform, ())
+
+
 def pins_digest(engine: str, platform: Platform) -> str:
     """Return the BLAKE3 digest of the file that pins the version of every package in an engine's environment."""
     return blake3(pins_path(engine, platform).read_bytes()).hexdigest()

@@ -19,7 +19,6 @@ from pathlib import Path
 from uv import find_uv_bin
 
 from infra.environments.find import (
-    DISTRIBUTIONS,
     STAMP,
     Environment,
     Stamp,
@@ -30,6 +29,7 @@ from infra.environments.find import (
     pins_path,
     python_in,
     read_stamp,
+    supported_pythons,
 )
 from infra.environments.gpus import TORCH_CUDA, TORCH_VARIABLE, Platform, check_driver, has_driver, platform_here
 from infra.errors import BadInput, InstallFailed
@@ -106,7 +106,7 @@ def _check_interpreter(python: Path, engine: str, platform: Platform) -> None:
         raise BadInput(
             f"{python} cannot be run as a Python interpreter. Choose a Python that can create virtual environments."
         )
-    supported = DISTRIBUTIONS[engine].pythons.get(platform, ())
+    supported = supported_pythons(engine, platform)
     if supported and version not in supported:
         raise BadInput(
             f"{python} is Python {version}, but the pinned packages of {engine} for {platform} are for Python "
