@@ -371,7 +371,7 @@ class ServedEngine:
         )
 
     def _served(self) -> _Policy:
-        assert self._policy is not None, "load() comes first"
+        assert self._policy is not None, "the engine is used before load()"
         return self._policy
 
     def _stops(self, sampling: SamplingConfig) -> Stops:
