@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 @dataclass(frozen=True, slots=True)
 class _RefuseBoolean:
-    """Pydantic validation step that refuses a boolean in place of a number, because Python counts `True` as 1."""
+    """Pydantic validation step that refuses a boolean where a number is expected. Python counts `True` as 1."""
 
     error: Literal["int_type", "float_type", "literal_error"]
     """Pydantic's type of the error."""

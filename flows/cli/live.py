@@ -107,7 +107,7 @@ class _LongWork(threading.Thread):
                 continue
             try:
                 line = describe_activity(self._reader.read_progress().activity)
-            except Exception:  # no run yet, or an unreachable store: reporting must not end a run
+            except Exception:  # such as no run yet, or an unreachable store, which must not end a run
                 line = ""
             self.last_line.moment = time.monotonic()
             if line:

@@ -107,8 +107,8 @@ def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumn
 
 
 def _read_prompt_value(place: str, prompt: object, file: ChatFile, image_mark: str) -> Prompt:
-    """Return the value of a prompt column: plain text, or the messages of a chat, with images in place of
-    `image_mark`. Raises BadInput for other values."""
+    """Return the value of a prompt column: plain text, or the messages of a chat, in which images replace
+    each `image_mark`. Raises BadInput for other values."""
     column = file.prompt_column
     if not isinstance(prompt, list):
         return read_text(place, prompt, column)
