@@ -297,9 +297,9 @@ class PoolsConfig(Settings):
     """Number of CPU threads per worker. The number affects the rounding of sums, so it can be changed for an existing
     run only with `--accept-change`."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
-    """Number of GPUs per worker slot. With a fraction below 1, several slots share a GPU."""
+    """Number of GPUs per worker slot: a whole number, or a fraction below 1, so that several slots can share a GPU."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
-    """Number of GPUs reserved for each update rank."""
+    """GPUs per update rank, at most 1. Ranks use the GPUs of worker slots, which sleep during the update."""
     dedicated_update_resources: Annotated[bool, RenamedFrom("update_apart")] = False
     """Whether workers stay awake during the update. The update then needs additional CPUs or GPUs and memory."""
     start_seconds: Annotated[float, Field(gt=0)] = 180

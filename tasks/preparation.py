@@ -5,6 +5,7 @@ checked too.
 """
 
 import logging
+from contextlib import nullcontext
 from typing import Final
 
 from infra.counts import format_count
@@ -23,6 +24,7 @@ from models.records.work import (
     WarmupWork,
 )
 from tasks.config.run import RunConfig
+from tasks.placement.stage import reserve_shared_gpus
 from tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey
 from tasks.run.open_run import OpenRun
 from tasks.run.preflight import preflight
@@ -188,7 +190,8 @@ async def _train_and_log(
     existing = open_run.run.find(key)
     if existing is None:
         logger.info("%s: %s", what, course)
-    trained = await run_once(open_run, key, role="update", method=method, work=work, parents=parents)
+    async with nullcontext() if existing is not None else reserve_shared_gpus(open_run):
+        trained = await run_once(open_run, key, role="update", method=method, work=work, parents=parents)
     logger.info("%s: %s%s", what, describe_losses(trained), "" if existing is None else FROM_STORE_SUFFIX)
     return trained
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from infra.environments.find import gpu_memory, num_gpus
+from infra.environments.gpus import gpu_memory, num_gpus
 from infra.errors import BadInput, WorkerFailed
 from infra.processes.watch import run_watched
 from models.config.proposals import JobProposal, ProposalRequest
@@ -20,10 +20,11 @@ def propose_job(name: str, folder: str, *, inputs: Mapping[str, str | None]) -> 
     Raises BadInput if an input cannot be used or the user must decide something, and WorkerFailed if the process
     crashes.
     """
-    gpus = num_gpus()
+    memory = gpu_memory()
+    gpus = 0 if memory is None else num_gpus()  # without nvidia-smi the job is sized for CPUs
     machine = {
         "gpus": gpus,
-        "memory": (gpus and gpu_memory()) or psutil.virtual_memory().total,
+        "memory": (gpus and memory) or psutil.virtual_memory().total,
         "cores": len(os.sched_getaffinity(0)),
     }
     request = ProposalRequest.model_validate({"name": name, "folder": folder, **inputs, **machine})

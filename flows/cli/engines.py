@@ -40,7 +40,9 @@ NewEnvironment = Annotated[
 ]
 Platform = Annotated[
     Literal["cpu", "cuda"] | None,
-    Parameter(show_default="cuda if there is an NVIDIA driver, else cpu", help="build of the engine"),
+    Parameter(
+        show_default="RHEOSTAT_TORCH, or cuda if there is an NVIDIA driver, else cpu", help="build of the engine"
+    ),
 ]
 InstalledInterpreter = Annotated[
     Path | None, Parameter(show_default="the installed environment", help="Python interpreter of the environment")
@@ -79,11 +81,17 @@ def install(
 
 
 def check(engine: Engine, /, *, python: InstalledInterpreter = None, as_json: Json = False) -> None:
-    """Import an inference engine in its Python environment, and print the versions of its packages."""
-    from infra.environments.find import check_environment, find_python
+    """Import an inference engine in its Python environment, and print the versions of its packages.
+
+    For a CUDA build, check the version of the NVIDIA driver too.
+    """
+    from infra.environments.find import check_environment, check_environment_driver, find_python
+    from infra.environments.gpus import has_driver
 
     environment = check_environment(engine, find_python(engine, python))
-    write(environment.model_dump_json(indent=2) if as_json else environment.text())
+    check_environment_driver(environment)
+    note = "" if environment.platform == "cpu" or has_driver() else ". This machine has no NVIDIA driver"
+    write(environment.model_dump_json(indent=2) if as_json else f"{environment.text()}{note}")
 
 
 def serve(

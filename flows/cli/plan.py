@@ -2,19 +2,19 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from math import ceil
 from typing import Final
 
 import psutil
 
 from infra.config import PoolsConfig, Settings
 from infra.counts import format_count
-from infra.environments.find import num_gpus
+from infra.environments.gpus import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.inputs import format_path
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
+from tasks.config.gpus import find_memory_conflicts, gpu_layout
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
@@ -92,6 +92,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "update": f"{format_count(pools.update_ranks, 'rank')} with {_format_update_memory(config, facts)} each, "
         f"ZeRO {update.zero_stage}, {update.dtype}"
         + (f", sequence-parallel groups of {update.sequence_parallel}" if update.sequence_parallel > 1 else ""),
+        **_describe_gpus(config),
         "threads": f"{pools.threads} per worker",
         "fingerprint": f"{config.fingerprint()} (digest of all settings that results depend on)",
     }
@@ -111,6 +112,7 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
         "rollout worker": _format_memory(facts, "rollout"),
         "update rank": _format_update_memory(config, facts),
         "this machine": f"{psutil.virtual_memory().total / 2**20:,.1f} MiB",
+        **_describe_gpus(config),
     }
 
 
@@ -132,7 +134,9 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
         raise BadInput(f"--tokens {tokens} must be between 1 and rollout.sampling.max_new_tokens, which is {longest}.")
     config = with_recorded_defaults(config)
     config, _ = with_data_sized_defaults(config, facts := asyncio.run(preflight(config, part="plan")).facts)
-    return estimate(config, facts, kind, completion_tokens=tokens)
+    conflicts = tuple(f"{each}." for each in find_memory_conflicts(config, facts, kind.memory))
+    found = estimate(config, facts, kind, completion_tokens=tokens)
+    return found.model_copy(update={"conflicts": conflicts})
 
 
 def _describe_controllers(config: RunConfig) -> str:
@@ -162,13 +166,12 @@ def _describe_images(config: RunConfig, facts: Mapping[str, float], group: str) 
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     """Yield a warning for each setting that will not work as configured, or probably not as the user intends."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
-    slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
-    needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
+    needed_gpus = gpu_layout(config).count_gpus(pools.workers.min_slots)
     if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
         yield (
-            f"The pools need {format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "
-            f"pools.gpus_per_update_rank), but this machine has {available_gpus}. The run could not start here. Lower "
-            "these settings, or set pools.ray_address to a cluster with enough GPUs."
+            f"The pools need {format_count(needed_gpus, 'GPU')} (pools.gpus_per_worker, pools.gpus_per_update_rank), "
+            f"but this machine has {available_gpus}. The run could not start here. Lower these settings, or set "
+            "pools.ray_address to a cluster with enough GPUs."
         )
     if minibatches > prompts:
         yield (
@@ -315,6 +318,26 @@ def _describe_slots(pools: PoolsConfig) -> str:
     return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
+def _describe_gpus(config: RunConfig) -> dict[str, str]:
+    """Describe how many GPUs the run needs, and which of them the worker slots and the update ranks share. Return an
+    empty dict if the run uses no GPUs."""
+    layout, slots = gpu_layout(config), config.pools.workers.max
+    number = layout.count_gpus(slots)
+    if not number:
+        return {}
+    each = layout.max_slots_per_gpu(slots)
+    slot_gpus = f"{layout.per_slot:g} for each worker slot" if each == 1 else f"one for up to {each} worker slots"
+    parts = [slot_gpus] if layout.per_slot else []
+    if layout.shares_gpus:
+        separate = number - layout.count_slot_gpus(slots)
+        shared = f"{layout.ranks - separate} of {layout.ranks}" if separate else "the"
+        parts.append(f"{shared} update ranks use the same GPUs while the workers sleep")
+        parts += [f"one for each of {separate} other update ranks"] if separate else []
+    elif layout.per_rank:
+        parts.append("one for each update rank" if layout.ranks > 1 else f"{layout.per_rank:g} for the update rank")
+    return {"GPUs": f"{number}: {', '.join(parts)}"}
+
+
 def _describe_sharing(config: RunConfig) -> str:
     """Describe which roles share the worker slots (places for one worker each), and how the slots are assigned at the
     start of the run."""
@@ -342,8 +365,10 @@ def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> st
 
 
 def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
-    on_gpus = bool(config.pools.gpus_per_update_rank)  # on CPUs nothing is offloaded
-    return _format_memory(facts, "update", offloaded=config.update.offloaded if on_gpus else ())
+    if not config.pools.gpus_per_update_rank:  # on CPUs nothing is offloaded
+        return _format_memory(facts, "update")
+    writing = ("writing",) if "update_writing_bytes" in facts else ()  # ranks on GPUs copy weights to machine memory
+    return _format_memory(facts, "update", offloaded=(*config.update.offloaded, *writing))
 
 
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:

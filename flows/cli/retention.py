@@ -114,9 +114,9 @@ def _describe_collected(collected: list[Collected], rules: "Rules", *, delete: b
 def _describe_without_record(entries: "Sequence[Entry]") -> str:
     size = sum(entry.bytes for entry in entries) / 1e6
     return (
-        f"{len(entries):,} files ({size:,.1f} MB) of a run are stored, but its run.json is missing. If you deleted "
-        "the run, a process of the run wrote these files later: delete the folder again. Otherwise, restore run.json "
-        "from a copy."
+        f"its run.json is missing, but {format_count(len(entries), 'file')} ({size:,.1f} MB) of it remain. If you "
+        "deleted the run, a process of the run wrote these files later: delete the folder again. Otherwise, restore "
+        "run.json from a copy."
     )
 
 

@@ -233,6 +233,8 @@ def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_
     write(f"{estimate.device}\n{estimate.rollout_devices} for rollout, {estimate.update_devices} for the update\n")
     write(table(estimate.rows))
     write("\n" + "\n".join(memory.text for memory in estimate.memory))
+    for conflict in estimate.conflicts:
+        write(wrap_text(conflict))
     write(
         f"\nThis is a lower bound for completions of {estimate.completion_tokens} tokens (--tokens). Real iterations "
         f"are slower.\n{NOT_COUNTED}."

@@ -3,31 +3,27 @@ environment and its versions."""
 
 import json
 import os
-import shutil
+import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from blake3 import blake3
 from pydantic import ValidationError
 
 from infra.config import Settings
+from infra.environments.gpus import Platform, check_driver, platform_here
 from infra.errors import BadInput
-
-Platform = Literal["cpu", "cuda"]
 
 STAMP: Final = "rheostat.json"
 """Name of the stamp file, which `install` writes into each environment to record its content. A stamp without versions
 marks an environment whose installation did not finish."""
 IMPORT_SECONDS: Final = 300.0
-
-ANSWER_SECONDS: Final = 60.0
-"""Maximum time in seconds for a command to respond, such as the import of an engine. An import usually takes 5 to 15 s,
-but much longer if its files are not in the disk cache."""
-DRIVER: Final = Path("/proc/driver/nvidia/version")
+"""Maximum time in seconds for the import of an engine. An import usually takes 5 to 15 s, but much longer if its files
+are not in the disk cache."""
 
 IMPORT: Final = """
 import importlib, json, platform, sys
@@ -49,11 +45,16 @@ class Distribution:
     """Modules that must be importable: the engine first, then the libraries that affect results, and the server."""
     pins: Path = Path(__file__).parent
     """Folder with the files `<engine>-<platform>.txt`, which pin the version of every package."""
+    pythons: Mapping[Platform, tuple[str, ...]] = field(default_factory=dict)
+    """Versions of Python for which all pinned packages have wheels and fit together. A platform that is not listed has
+    no restriction."""
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
     "vllm": Distribution(
-        version="0.32.0", modules=("vllm", "torch", "transformers", "vllm.entrypoints.openai.api_server")
+        version="0.32.0",
+        modules=("vllm", "torch", "transformers", "vllm.entrypoints.openai.api_server"),
+        pythons={"cuda": ("3.11", "3.12")},
     )
 }
 
@@ -84,45 +85,6 @@ class Stamp(Settings):
     """BLAKE3 digest of the file that lists all packages with their versions."""
     made: Environment | None = None
     """Finished environment, or None while the installation is not complete."""
-
-
-def platform_here() -> Platform:
-    """Return "cuda" if this machine has an NVIDIA driver, otherwise "cpu". infra/environments/install.sh uses the same
-    rule."""
-    # If the driver has no file, as under WSL, its command shows whether a driver exists.
-    return "cuda" if DRIVER.exists() or _list_gpus() is not None else "cpu"
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs that the NVIDIA driver lists. GPUs that `CUDA_VISIBLE_DEVICES` hides are not
-    counted."""
-    count = sum(line.startswith("GPU ") for line in (_list_gpus() or "").splitlines())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([*filter(None, visible.split(","))]))
-
-
-def gpu_memory() -> int | None:
-    """Return the memory in bytes of the GPU with the least memory, or None if the NVIDIA driver lists no GPU."""
-    lines = (_query_gpus("--query-gpu=memory.total", "--format=csv,noheader,nounits") or "").split()
-    return min((int(line) << 20 for line in lines if line.isdecimal()), default=None)
-
-
-def _list_gpus() -> str | None:
-    """Return the output of `nvidia-smi -L`, or None if the command is not installed, fails or does not respond."""
-    return _query_gpus("-L")
-
-
-def _query_gpus(*options: str) -> str | None:
-    """Return the output of nvidia-smi with these options, or None if the command is not installed, fails or does not
-    respond."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    try:
-        done = subprocess.run([command, *options], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def pins_path(engine: str, platform: Platform) -> Path:
@@ -236,6 +198,13 @@ def check_environment(engine: str, python: Path) -> Environment:
         )
     answer = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before
     return Environment(engine=engine, python=python, **answer)
+
+
+def check_environment_driver(environment: Environment) -> None:
+    """Raise BadInput if the NVIDIA driver of this machine is too old for the torch of an engine's environment."""
+    tag = re.search(r"\+cu(\d+)(\d)$", environment.versions.get("torch", ""))  # 2.13.0+cu130 is for CUDA 13.0
+    if tag is not None:
+        check_driver(f"{tag[1]}.{tag[2]}")
 
 
 def _check_python(engine: str, python: Path) -> Path:

@@ -19,23 +19,25 @@ from pathlib import Path
 from uv import find_uv_bin
 
 from infra.environments.find import (
-    ANSWER_SECONDS,
+    DISTRIBUTIONS,
     STAMP,
     Environment,
-    Platform,
     Stamp,
     check_environment,
     complete,
     default_directory,
     pins_digest,
     pins_path,
-    platform_here,
     python_in,
     read_stamp,
 )
+from infra.environments.gpus import TORCH_CUDA, TORCH_VARIABLE, Platform, check_driver, has_driver, platform_here
 from infra.errors import BadInput, InstallFailed
 
 logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+"""Maximum time in seconds for a Python interpreter to print its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,15 @@ def install(
     `interpreter` is the Python that creates it (default: this one), and `into` is its directory (default:
     `default_directory`).
 
-    Raises BadInput if the interpreter, directory or platform cannot be used. Raises InstallFailed with the output of uv
-    if the installation fails.
+    Raises BadInput if the interpreter, directory, platform or NVIDIA driver cannot be used. Raises InstallFailed with
+    the output of uv if the installation fails.
     """
     chosen = platform or platform_here()
-    if chosen == "cuda" and platform_here() != "cuda":
-        raise BadInput("--platform cuda needs an NVIDIA driver, but this machine has none. Use --platform cpu.")
+    if chosen == "cuda":
+        _check_cuda()
     directory = (into or default_directory(engine, chosen)).absolute()
     maker = interpreter or Path(sys.executable)
-    _check_interpreter(maker)
+    _check_interpreter(maker, engine, chosen)
     _check_place(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -83,15 +85,32 @@ def install(
         ) from error
 
 
-def _check_interpreter(python: Path) -> None:
+def _check_cuda() -> None:
+    if os.environ.get(TORCH_VARIABLE) != "cuda" and not has_driver():
+        raise BadInput(
+            "--platform cuda needs an NVIDIA driver, but this machine has none. Use --platform cpu, or set "
+            f"{TORCH_VARIABLE}=cuda to install the build for CUDA for use on other machines."
+        )
+    check_driver(TORCH_CUDA)
+
+
+def _check_interpreter(python: Path, engine: str, platform: Platform) -> None:
+    """Raise BadInput if a Python interpreter cannot be run, or if the pinned packages are not for its version."""
+    command = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     try:
-        command = [str(python), "-c", "import sys"]
-        able = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS).returncode == 0
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+        version = done.stdout.strip() if done.returncode == 0 else ""
     except (OSError, subprocess.TimeoutExpired):
-        able = False
-    if not able:
+        version = ""
+    if not version:
         raise BadInput(
             f"{python} cannot be run as a Python interpreter. Choose a Python that can create virtual environments."
+        )
+    supported = DISTRIBUTIONS[engine].pythons.get(platform, ())
+    if supported and version not in supported:
+        raise BadInput(
+            f"{python} is Python {version}, but the pinned packages of {engine} for {platform} are for Python "
+            f"{' or '.join(supported)}. Choose an interpreter with --python."
         )
 
 

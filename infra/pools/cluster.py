@@ -1,4 +1,4 @@
-"""Start of, or connection to, the Ray cluster in which the worker pools run. A process has at most one cluster.
+"""Connection of this process to the Ray cluster in which the worker pools run. A process has at most one cluster.
 
 Ray is imported only inside functions, because an embedded cluster needs its environment variables to be set before.
 """
@@ -7,84 +7,35 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from infra.errors import ClusterFailed
-from infra.plugins import PACKAGES
-from infra.pools import forks
+from infra.pools.embedded import EMBEDDED_ENVIRONMENT, QUIET, Preload, build_job_config, start_embedded
 from infra.pools.fleet import Fleet
-from infra.pools.host import disable_ray_colors, environment, thread_variables
+from infra.pools.gpu_layout import NO_GPUS, GpuLayout
+from infra.pools.host import disable_ray_colors, environment
 from infra.pools.launcher import SlotCount
 from infra.pools.machines import Machines
-from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
+from infra.pools.placement_group import RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
+from infra.pools.rank_places import GpuRankPlaces
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec
-from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
-from infra.processes.heap import heap_variables
+from infra.processes.guard import CLUSTER, reap
 from infra.processes.watch import CHECK_SECONDS, QUERY_SECONDS, Watch, WatchedPort, WatchedServer, exit_soon, run_apart
-
-if TYPE_CHECKING:
-    from ray.job_config import JobConfig
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 100 * 2**20  # just above Ray's minimum of 75 MB, because calls pass only references
-EMBEDDED_SLOTS = 2**20
-RAY_TIMEOUT_SECONDS = 3600
-UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-"""Names of the ports of Ray's metrics and dashboard agents, which an embedded cluster does not run."""
 SHUTDOWN_SECONDS = 15.0
 FAILED_SECONDS = 2.0
 """Maximum time in seconds to wait for Ray to shut down a cluster after its servers have died."""
-QUIET = logging.ERROR
-
-EMBEDDED_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # With 0, a node uses the loopback address (github.com/ray-project/ray/issues/18730).
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray protects a started cluster with the token in ~/.ray, but does not look for it when it joins by address.
-    "RAY_AUTH_MODE": "token",
-    # Ray's handler of SIGTERM prints a stack and ends the driver immediately.
-    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    # Ray's memory monitor would kill our workers for memory that other programs use.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's timeouts for starting processes (5 to 60 s) are replaced by `start_seconds` and the watch over the servers.
-    **dict.fromkeys(
-        (
-            "RAY_gcs_rpc_server_connect_timeout_s",
-            "RAY_py_gcs_connect_timeout_s",
-            "RAY_raylet_start_wait_time_s",
-            "RAY_worker_register_timeout_seconds",
-        ),
-        str(RAY_TIMEOUT_SECONDS),
-    ),
-    "RAY_agent_register_timeout_ms": str(1000 * RAY_TIMEOUT_SECONDS),
-    "RAY_gcs_server_port_wait_time_s": "60",  # kept short, because no other thread can run or end this wait
-    "RAY_health_check_failure_threshold": "20",  # instead of 5: a raylet may get no CPU time for over a minute
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Preload:
-    """Modules that an embedded cluster imports once for all workers, and the number of CPU threads per worker."""
-
-    modules: tuple[str, ...]
-    threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +68,7 @@ class RayCluster:
         if address is None:
             what = "an embedded Ray cluster"
             directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # short: socket paths have 103 bytes
-            connection = _embedded(directory, namespace, preload=preload, log_to_driver=log_to_driver)
+            connection = start_embedded(directory, namespace, preload=preload, log_to_driver=log_to_driver)
         else:
             what, directory = f"the Ray cluster at {address!r} (pools.ray_address)", None
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
@@ -137,7 +88,7 @@ class RayCluster:
 
     async def _close(self, watch: Watch, directory: Path | None) -> None:
         """Close this process's pools and end their workers. If a server has failed, kill instead of waiting."""
-        closing = asyncio.gather(*(member.close() for member in self._members))
+        closing = asyncio.ensure_future(self._close_members())
         try:
             while not (await asyncio.wait({closing}, timeout=CHECK_SECONDS))[0]:
                 if watch.problem is not None and directory is not None:
@@ -151,6 +102,12 @@ class RayCluster:
         with contextlib.suppress(asyncio.CancelledError):
             await closing
 
+    async def _close_members(self) -> None:
+        """Close the pools. Ranks on GPUs come first, because releasing worker slots kills the ranks in the slots."""
+        first = [member for member in self._members if isinstance(member, RankGroup) and member.has_reserved_places]
+        await asyncio.gather(*(member.close() for member in first))
+        await asyncio.gather(*(member.close() for member in self._members if member not in first))
+
     async def pool(self, spec: PoolSpec) -> Pool:
         """Return a pool of workers. Workers that another process started in the same namespace and role are reused."""
         pool = Pool(spec, RayLauncher(self._machines))
@@ -158,100 +115,29 @@ class RayCluster:
         self._members.append(pool)
         return pool
 
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus: GpuLayout = NO_GPUS) -> Fleet:
         """Return a fleet: worker slots (places for one worker each) that several roles share. Workers start when
         `Fleet.arrange` assigns slots. A process that never calls it uses workers of the process that does."""
         widest = max(spec.slots for spec in specs)
-        fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
+        fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus, machines=self._machines), slots)
         self._members.append(fleet)
         return fleet
 
-    async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return the group of ranks for the update. Ranks that another process has started are reused."""
-        group = RankGroup(spec, RayLauncher(self._machines))
+    async def ranks(
+        self, spec: PoolSpec, *, gpus: GpuLayout = NO_GPUS, fleet: Fleet | None = None, wait_seconds: float = 180
+    ) -> RankGroup:
+        """Return the group of ranks for the update. Ranks that another process has started are reused.
+
+        `gpus` decides whether the ranks use GPUs, and whether these are the GPUs of the worker slots. `fleet` has the
+        slots, or is None if another process of the run reserves them. The ranks wait up to `wait_seconds` for GPUs.
+        """
+        places = None
+        if gpus.per_rank:
+            places = GpuRankPlaces(gpus, fleet=fleet, wait_seconds=wait_seconds, machines=self._machines)
+        group = RankGroup(spec, RayLauncher(self._machines), places)
         await group.open()
         self._members.append(group)
         return group
-
-
-@contextlib.contextmanager
-def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
-    """Run the block with an embedded Ray cluster, and yield its address. Everything is removed even after a crash."""
-    guard = start_guard(directory)
-    forkserver = None
-    try:
-        with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
-            if preload is not None and sys.platform == "linux":
-                variables = thread_variables(preload.threads, gpus=0, devices=()) | heap_variables()
-                forkserver = forks.start_forkserver(directory, preload.modules, packages=PACKAGES, variables=variables)
-            import ray
-
-            with _patient():
-                ray.init(
-                    address="local",
-                    namespace=namespace,
-                    num_cpus=0,
-                    resources={SLOT: EMBEDDED_SLOTS},
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    log_to_driver=log_to_driver,
-                    logging_level=QUIET,
-                    runtime_env={} if forkserver is None else {"py_executable": forks.worker_command(directory)},
-                    job_config=_job_config(),
-                    _temp_dir=str(directory / "ray"),  # Ray opens it to all users; its parent is private
-                )
-        yield str(ray.get_runtime_context().gcs_address)
-        ray.shutdown()
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.communicate(timeout=2 * GIVE_UP_SECONDS)  # also ends the fork server
-            if forkserver is not None:
-                forkserver.wait(GIVE_UP_SECONDS)
-
-
-@contextlib.contextmanager
-def _patient() -> Iterator[None]:
-    """Run the block with longer timeouts for the processes that Ray starts.
-
-    By default `ray.init` gives up on a slow node after 30 s, and a raylet aborts if its agents have not written their
-    ports to files within 15 s (github.com/ray-project/ray/issues/65983). Therefore the agent for runtime environments
-    gets a fixed port, and the files of the other agents, which are not needed, are written in advance with port -1.
-    """
-    from ray._private import services
-    from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
-
-    get_node, start_raylet, deadline = services.get_node, services.start_raylet, time.monotonic() + RAY_TIMEOUT_SECONDS
-    parameters = signature(start_raylet)
-
-    def wait_for_node(gcs_address: str, node_id: str) -> object:
-        while True:
-            try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError:  # the node has not registered yet
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(CHECK_SECONDS / 2)
-
-    def start_without_waits(*positional: object, **named: object) -> object:
-        arguments = parameters.bind(*positional, **named).arguments
-        for port in UNUSED_PORTS:
-            persist_port(arguments["session_dir"], arguments["node_id"], port, -1)
-        return start_raylet(*positional, **{**named, "runtime_env_agent_port": _unused_port()})
-
-    services.get_node, services.start_raylet = wait_for_node, start_without_waits
-    try:
-        yield
-    finally:
-        services.get_node, services.start_raylet = get_node, start_raylet
-
-
-def _unused_port() -> int:
-    """Return an unused port below the range from which operating systems choose random ports."""
-    while True:
-        port = secrets.choice(range(10_000, 32_768))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 @contextlib.contextmanager
@@ -260,24 +146,12 @@ def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator
     with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
-        ours = {} if address.startswith("ray://") else {"job_config": _job_config()}  # a client's server has its own
+        ours = (
+            {} if address.startswith("ray://") else {"job_config": build_job_config()}
+        )  # a client's server has its own
         ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET, **ours)
     yield address if address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
     ray.shutdown()
-
-
-class _Unextended(list[str]):
-    def extend(self, more: Iterable[str]) -> None:
-        """Ignore the paths that Ray adds, so that the workers' module path stays empty."""
-
-
-def _job_config() -> "JobConfig":
-    """Return a Ray job configuration that keeps the working directory out of the workers' module path."""
-    from ray.job_config import JobConfig
-
-    config = JobConfig()
-    config._py_driver_sys_path = _Unextended()
-    return config
 
 
 @contextlib.asynccontextmanager

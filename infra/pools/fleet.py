@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
 from infra.pools.launcher import SlotCount, SlotLauncher
-from infra.pools.moves import Move, list_moves
+from infra.pools.moves import Move, RoleLoad, list_moves
 from infra.pools.pool import Pool
 from infra.pools.slot import Assignment, Change, SlotState, WorkerSlot, assign_fewer, changes
 from infra.pools.worker import PoolSpec, gather_errors
@@ -31,25 +31,6 @@ class _ChangeResult:
     moves: list[Move]
     failed: dict[Assignment, RheostatError]
     """Errors of workers that could not be started, by slot assignment. If there are any, the change was undone."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleLoad:
-    """Load of one role (such as rollout), for placement decisions. It only counts work units of this process."""
-
-    role: str
-    slots: int
-    workers: int
-    """Number of awake workers."""
-    idle: int
-    waiting: int
-    """Number of work units that wait for a worker."""
-    in_flight: tuple[tuple[float, object], ...]
-    """Running work units, as pairs (seconds since the work unit began, work unit), one for each busy worker."""
-    done: int
-    """Number of work units finished since the fleet was opened."""
-    busy_seconds: float
-    """Total seconds that workers have spent on work units since the fleet was opened, including units in progress."""
 
 
 class Fleet:
@@ -83,6 +64,11 @@ class Fleet:
     def slots(self) -> int:
         """Number of usable slots, as of the last check."""
         return len(self._launcher.nodes) - len(self._lost)
+
+    async def reserve(self) -> None:
+        """Reserve the slots without starting workers. Does nothing if they are reserved. Raises ClusterFailed if they
+        are not available within `SlotCount.wait_seconds`."""
+        await self._launcher.reserve(self._wanted.wait_seconds)
 
     async def check_slots(self) -> int:
         """Count the usable slots, and wait for more if there are too few. Return the number of slots. Raises

@@ -1,9 +1,29 @@
-"""Records of changes in worker slots, from which the journal and placement decisions learn how long changes take."""
+"""Records on which placement decisions are based: the load of a role, and the changes in worker slots with their
+duration."""
 
 from collections.abc import Set
 from dataclasses import dataclass
 
 from infra.pools.slot import Assignment, Change
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLoad:
+    """Load of one role (such as rollout), for placement decisions. It only counts work units of this process."""
+
+    role: str
+    slots: int
+    workers: int
+    """Number of awake workers."""
+    idle: int
+    waiting: int
+    """Number of work units that wait for a worker."""
+    in_flight: tuple[tuple[float, object], ...]
+    """Running work units, as pairs (seconds since the work unit began, work unit), one for each busy worker."""
+    done: int
+    """Number of work units finished since the fleet was opened."""
+    busy_seconds: float
+    """Total seconds that workers have spent on work units since the fleet was opened, including units in progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from infra.counts import format_count
 from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
@@ -23,6 +23,17 @@ JOIN = "join"
 PEER_SECONDS = 3.0
 """Maximum time in seconds to wait for the results of the other ranks after one rank has failed. Its failure is often a
 broken connection to a rank that died, and the death is the better error to report."""
+
+
+class RankPlaces(Protocol):
+    """Places where the ranks of a group run, such as GPUs."""
+
+    async def launchers(self) -> Sequence[Launcher]:
+        """Choose a place for each rank, and return the launcher that starts the rank there."""
+        ...
+
+    def release(self) -> None:
+        """Release reserved places that only the ranks use."""
 
 
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
@@ -57,10 +68,11 @@ class RankGroup:
     unit is repeated.
     """
 
-    def __init__(self, spec: PoolSpec, launcher: Launcher) -> None:
-        """Create a group without starting any processes."""
+    def __init__(self, spec: PoolSpec, launcher: Launcher, places: RankPlaces | None = None) -> None:
+        """Create a group without starting any processes. If `places` is None, `launcher` starts all ranks."""
         self.spec = spec
         self._launcher = launcher
+        self._places = places
         self.restarts = 0
         self.busy_seconds = 0.0
         self._generation = -1
@@ -73,6 +85,11 @@ class RankGroup:
         """Process ids in the order of the ranks. After a failure this is empty until the next work unit starts new
         ranks."""
         return tuple(worker.place.pid for _, worker in sorted(self._ranks.items()))
+
+    @property
+    def has_reserved_places(self) -> bool:
+        """Whether the ranks run in reserved places, such as GPUs."""
+        return self._places is not None
 
     async def open(self) -> None:
         """Start the group. If another process has started all ranks, use these ranks. Otherwise start new ranks."""
@@ -128,6 +145,8 @@ class RankGroup:
             self._kill()
         ranks, self._ranks = self._ranks, {}
         await asyncio.gather(*(worker.stop() for worker in ranks.values() if worker.is_owned))
+        if self._places is not None:
+            self._places.release()
 
     def _name(self, rank: int) -> str:
         return f"{self.spec.role}-{rank}-{self._generation}"
@@ -136,8 +155,9 @@ class RankGroup:
         """Start all ranks and let them join the process group. If one of them fails, kill all ranks and raise the
         error."""
         self._generation += 1
+        launchers = [self._launcher] * self.spec.size if self._places is None else await self._places.launchers()
         try:
-            failures = await gather_errors([self._start_rank(rank) for rank in range(self.spec.size)])
+            failures = await gather_errors([self._start_rank(rank, each) for rank, each in enumerate(launchers)])
             if failures:
                 raise failures[0]
             async with asyncio.timeout(self.spec.start_seconds):
@@ -152,8 +172,8 @@ class RankGroup:
             self._kill()
             raise
 
-    async def _start_rank(self, rank: int) -> None:
-        self._ranks[rank] = await self._launcher.start(self.spec, self._name(rank), slot=None)
+    async def _start_rank(self, rank: int, launcher: Launcher) -> None:
+        self._ranks[rank] = await launcher.start(self.spec, self._name(rank), slot=None)
 
     async def _join(self) -> None:
         """Let the ranks join a process group, at an unused port on the machine of rank 0. Raises WorkerLost if another

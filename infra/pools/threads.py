@@ -25,6 +25,7 @@ import psutil
 
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.pools.fleet import Fleet
+from infra.pools.gpu_layout import NO_GPUS, GpuLayout
 from infra.pools.host import (
     Host,
     ProcessPlace,
@@ -261,19 +262,21 @@ class ThreadCluster:
         self._members.append(pool)
         return pool
 
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus: GpuLayout = NO_GPUS) -> Fleet:
         """Return a fleet: worker slots (places for one worker each) that several roles share. Workers start when
         `Fleet.arrange` assigns slots to their role. Raises BadInput if the slots require GPUs."""
-        if gpus_per_slot:
+        if gpus.per_slot:
             raise BadInput(
-                f"pools.gpus_per_worker is {gpus_per_slot:g}, but the workers of pools.cluster = 'threads' cannot "
+                f"pools.gpus_per_worker is {gpus.per_slot:g}, but the workers of pools.cluster = 'threads' cannot "
                 "reserve GPUs. Set it to 0, or set pools.cluster = 'ray'."
             )
         fleet = Fleet(specs, self._launcher(slots.max_slots), slots)
         self._members.append(fleet)
         return fleet
 
-    async def ranks(self, spec: PoolSpec) -> RankGroup:
+    async def ranks(
+        self, spec: PoolSpec, *, gpus: GpuLayout = NO_GPUS, fleet: Fleet | None = None, wait_seconds: float = 180
+    ) -> RankGroup:
         """Return a group with one rank for the update. Raises BadInput if `spec` requires several ranks, because each
         rank needs a separate process."""
         if spec.size > 1:

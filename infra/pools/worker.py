@@ -76,13 +76,13 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """Worker slot that is reserved in a Ray cluster. It is one bundle (set of reserved resources) of a placement
+    """Place of a worker that is reserved in a Ray cluster: a bundle (set of reserved resources) of a placement
     group."""
 
     group: "PlacementGroup"
     index: int
     devices: tuple[str, ...]
-    """Ids of the GPUs that are visible to a worker in this slot."""
+    """Ids of the GPUs that are visible to the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +244,9 @@ class WorkerProcess:
 
 
 async def start_worker(
-    spec: PoolSpec, name: str, *, machines: Machines, reservation: ReservedSlot | None = None
+    spec: PoolSpec, name: str, *, machines: Machines, reservation: ReservedSlot | None = None, asleep: bool = False
 ) -> WorkerProcess:
-    """Start a worker with this name, or return the existing worker. A worker in a reserved slot is asleep at first.
+    """Start a worker with this name, or return the existing worker. It runs in the reserved bundle if there is one.
     Raises WorkerLost and kills the process if the worker is not ready within `start_seconds`."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -269,7 +269,7 @@ async def start_worker(
         if reservation is None
         else PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=reservation.index),
     )
-    making = asyncio.ensure_future(run_apart(lambda: host.remote(asleep=reservation is not None)))
+    making = asyncio.ensure_future(run_apart(lambda: host.remote(asleep=asleep)))
     try:
         async with asyncio.timeout(spec.start_seconds):
             actor = await asyncio.shield(making)

@@ -10,9 +10,11 @@ from pydantic import AfterValidator, Field
 from infra.config import PoolsConfig, Positive, Settings
 from infra.environments.find import find_environment, installed_versions
 from infra.errors import BadInput
+from infra.pools.gpu_layout import GpuLayout
 from infra.store.inputs import Program
 from infra.variants import OneOf, Target, Variant
 from models.config.policy import ModelShape
+from models.config.vllm_limits import CPU_CACHE_GIB, CPU_HEAD_SIZES, LORA_RANKS, MAX_TEMPERATURE, VISION_MODELS
 
 if TYPE_CHECKING:
     from models.config.job import Job
@@ -90,6 +92,11 @@ class EngineSettings(Variant):
         """Yield one message for each reason why a worker with `gpus` GPUs cannot run this engine."""
         yield from ()
 
+    def reserved_memory_share(self) -> float:
+        """Return the share of a GPU's memory that a worker takes while it is awake. Return 0 if the worker takes only
+        the memory that its model needs."""
+        return 0.0
+
     def check_environment(self, name: str, *, gpus: float) -> None:
         """Raise BadInput if the engine needs a separate Python environment and this is not installed correctly."""
 
@@ -148,23 +155,6 @@ class TransformersEngine(EngineSettings):
         """Return the engine's kind and precision."""
         return f"{self.kind}, {self.dtype}"
 
-
-CPU_CACHE_GIB = 1.0
-"""Default size in GiB of the KV cache of a vLLM server on a CPU."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum LoRA ranks with which a vLLM server can be started: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
-
-MAX_TEMPERATURE: Final = 2.0
-"""Maximum temperature that vLLM accepts: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
-
-CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM supports on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other
-sizes vLLM crashes at the first request."""
-
-VISION_MODELS: Final = ("idefics3",)
-"""Vision-language models (`model_type`) whose log-probs in vLLM 0.32 were compared with the trainer's. All other image
-processors need torchvision, whose builds for vLLM are for CUDA, so vLLM cannot load these models on CPUs."""
 
 INSTALL: Final = {
     "cpu": "Run `rheostat engine install vllm --platform cpu` and set {name}.python to its Python, or set "
@@ -279,12 +269,17 @@ class VllmEngine(EngineSettings):
                 f"{name}.tensor_parallel is {self.tensor_parallel}, but each worker has {gpus:g} "
                 f"GPU{'s' * (gpus != 1)}. Set pools.gpus_per_worker = {self.tensor_parallel}, or {name}.base_urls"
             )
-        sharing = min(pools.workers.max, int(1 / gpus)) if 0 < gpus < 1 else 1
+        slots = GpuLayout.of(pools, ranks_per_node=1).max_slots_per_gpu(pools.workers.max)
+        sharing = max(1, int(slots * pools.gpus_per_worker / gpus)) if 0 < gpus < 1 else 1
         if sharing * self.gpu_memory_share > 1:
             yield (
                 f"{name}.gpu_memory_share is {self.gpu_memory_share:g}, but {sharing} workers share a GPU, because "
                 f"pools.gpus_per_worker is {pools.gpus_per_worker:g}. Set it to at most {1 / sharing:.2g}"
             )
+
+    def reserved_memory_share(self) -> float:
+        """Return the GPU memory share, unless the size of the cache is set or the servers run elsewhere."""
+        return 0.0 if self.base_urls or self.cache_gib is not None else self.gpu_memory_share
 
     def check_environment(self, name: str, *, gpus: float) -> None:
         """Raise BadInput if vLLM's environment is missing, cannot be imported, or was built for other hardware (GPU or

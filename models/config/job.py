@@ -58,6 +58,7 @@ def find_conflicts(job: Job) -> Iterator[str]:
             f"update.sequence_parallel is {job.update.sequence_parallel}, but it must be a divisor of "
             f"pools.update_ranks, which is {job.pools.update_ranks}"
         )
+    yield from _find_gpu_conflicts(job.pools)
     yield from find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)
     yield from job.rollout.engine.find_conflicts(job)
@@ -74,6 +75,20 @@ def find_conflicts(job: Job) -> Iterator[str]:
             yield f"reward {term!r} with per = 'turn' scores the turns of episodes. Set [rollout.environment]"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
         yield from engine.find_placement_conflicts(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
+
+
+def _find_gpu_conflicts(pools: PoolsConfig) -> Iterator[str]:
+    """Yield one message for each number of GPUs that a worker slot or an update rank cannot use."""
+    if pools.gpus_per_worker > 1 and pools.gpus_per_worker != int(pools.gpus_per_worker):
+        yield (
+            f"pools.gpus_per_worker is {pools.gpus_per_worker:g}, but a worker can have only a fraction of one GPU or "
+            "a whole number of GPUs. Set it to a number up to 1, or to a whole number"
+        )
+    if pools.gpus_per_update_rank > 1:
+        yield (
+            f"pools.gpus_per_update_rank is {pools.gpus_per_update_rank:g}, but each update rank trains on one GPU. "
+            "Set it to 1. To train on more GPUs, raise pools.update_ranks"
+        )
 
 
 def find_image_generation_conflicts(

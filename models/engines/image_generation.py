@@ -21,6 +21,7 @@ from models.denoising.pipeline import FrozenParts, LatentDecoder
 from models.denoising.policy import load_merged_denoiser
 from models.denoising.samplers import deterministic, transition
 from models.denoising.steps import GenerationSetup
+from models.engines.device import choose_device
 from models.engines.protocol import Completion, Request, StepSums
 from models.records.model_input import ModelInput
 from models.records.pictures import States
@@ -54,7 +55,7 @@ class DiffusersImageEngine:
     def __init__(self, config: DiffusersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
         self.progress = 0
         self._config = config
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = choose_device()
         self._policy: _Loaded | None = None
         self._frozen = FrozenParts(device=self._device)
         self._setups: dict[DenoisingConfig, GenerationSetup] = {}

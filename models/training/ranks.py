@@ -9,7 +9,9 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from ipaddress import ip_address
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,12 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
 from infra.pools.forks import THREADED_MODULES, hide_modules
+from models.engines.device import choose_device
 from models.modeling.sequence_parallel import SequenceParallelGroup
+
+COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
+"""Maximum time for which NCCL waits in a collective operation. The default of 10 minutes would end ranks that wait
+while rank 0 writes a large model. The driver process detects stalled ranks (`pools.stall_seconds`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +80,12 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_
     A loopback address keeps all sockets on loopback. A process stays in its group: joining again as the same rank has
     no effect, and joining as another rank raises BadInput.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = choose_device() == "cuda"
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     os.environ.setdefault("LOCAL_RANK", "0")
     if ip_address(socket.gethostbyname(address)).is_loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = _find_loopback_interface()
+        os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _find_loopback_interface())
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -99,6 +106,7 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_
         store=_open_rendezvous(rank, world_size, address=address, port=port),
         rank=rank,
         world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT if has_gpu else None,
     )
     _start_deepspeed()
     return Ranks(
@@ -112,7 +120,8 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_
 def _build_sequence_parallel_group(sequence_parallel: int) -> SequenceParallelGroup | None:
     if sequence_parallel == 1:
         return None
-    group, _ = dist.new_subgroups(group_size=sequence_parallel)  # type: ignore[no-untyped-call]
+    timeout = COLLECTIVE_TIMEOUT if torch.cuda.is_available() else None
+    group, _ = dist.new_subgroups(group_size=sequence_parallel, timeout=timeout)  # type: ignore[no-untyped-call]
     return SequenceParallelGroup(group=group, size=sequence_parallel, rank=dist.get_rank(group))
 
 

@@ -12,6 +12,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import ModelReward
 from models.data.problems import NO_ARGUMENTS, Message
+from models.engines.device import choose_device
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
@@ -33,6 +34,7 @@ class RewardModelWorker:
 
     def __init__(self, store_uri: str, run: str, term: str, reward: ModelReward, threads: int) -> None:
         torch.set_num_threads(threads)
+        self._device = choose_device()
         self._store = open_store(f"{store_uri}/{run}")
         self._term = term
         self._reward = reward
@@ -50,9 +52,8 @@ class RewardModelWorker:
         """Load version `policy` of the reward model unless it is loaded, and return the digest of its weights."""
         if self._loaded != policy.weights.digest:
             self.sleep()  # the old weights are freed before the new ones are loaded
-            device = "cuda" if torch.cuda.is_available() else "cpu"
             directory = fetch_bundle(self._store, policy.weights)
-            self._model = load_reward_model(directory, device=device, dtype=getattr(torch, self._reward.dtype))
+            self._model = load_reward_model(directory, device=self._device, dtype=getattr(torch, self._reward.dtype))
             self._loaded = policy.weights.digest
             self._progress += 1
             logger.info("reward model %s: loaded %s", self._term, self._loaded)

@@ -20,6 +20,7 @@ from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, InFlight, Plan, PlanInputs, RoleProgress
+from tasks.config.gpus import gpu_layout
 from tasks.placement.demand import add_observations, read_measurements, rollout_demand, scoring_demand, workers_per_role
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
@@ -97,6 +98,18 @@ async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> As
             open_run.run.write_entry(
                 key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
             )
+        yield
+
+
+@asynccontextmanager
+async def reserve_shared_gpus(open_run: OpenRun) -> AsyncIterator[None]:
+    """Run the block, which trains on the update ranks outside an iteration. If the ranks use the GPUs of the worker
+    slots, the workers sleep meanwhile."""
+    if not gpu_layout(open_run.settings).shares_gpus:
+        yield
+        return
+    async with open_run.slots_lock:
+        await (await open_run.get_fleet()).arrange({})
         yield
 
 

@@ -26,6 +26,7 @@ from infra.store.runs import Run
 from models.records.versions import Outcome
 from placement.measurements import Measurements
 from placement.records import Memory, Plan, Policy
+from tasks.config.gpus import gpu_layout
 from tasks.config.run import ControllersConfig, RunConfig
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.prefect_pages import PrefectPages
@@ -120,9 +121,18 @@ class OpenRun:
     """
 
     def __init__(
-        self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, is_finished: bool = False
+        self,
+        run: Run,
+        settings: RunConfig,
+        cluster: Cluster,
+        *,
+        store: str,
+        is_finished: bool = False,
+        joins: bool = False,
     ) -> None:
         self.run, self.settings, self.cluster = run, settings, cluster
+        self.joins = joins
+        """Whether this process uses the worker slots of the process that has locked the run."""
         self.is_finished = is_finished
         """Whether the run is finished, so that only reporting is left."""
         self.ref = RunRef(
@@ -183,9 +193,14 @@ class OpenRun:
         """Start the workers of these roles in the background, so that later calls of `get_pool` return sooner."""
         for role in roles:
             if role not in self._pools:
-                self._pools[role] = asyncio.create_task(
-                    start_pool(self.cluster, self.run, self.settings, role), name=f"start {role}"
-                )
+                self._pools[role] = asyncio.create_task(self._start_pool(role), name=f"start {role}")
+
+    async def _start_pool(self, role: str) -> Pool | RankGroup:
+        """Start the workers of a role. Worker slots with GPUs are opened before update ranks, which may use the same
+        GPUs."""
+        has_gpus = gpu_layout(self.settings).per_slot > 0
+        fleet = await self.get_fleet() if role == "update" and has_gpus and not self.joins else None
+        return await start_pool(self.cluster, self.run, self.settings, role, fleet=fleet)
 
     def start_slots(self) -> None:
         """Start the rollout workers in the background, because they are needed first."""
@@ -314,7 +329,9 @@ async def open_with_workers(
     async with open_cluster(
         run, pools, cluster_address=cluster_address, preloads_all_roles=preloads_all_roles
     ) as cluster:
-        open_run = _OPEN[store, run.name] = OpenRun(run, settings, cluster, store=store, is_finished=is_finished)
+        open_run = _OPEN[store, run.name] = OpenRun(
+            run, settings, cluster, store=store, is_finished=is_finished, joins=cluster_address is not None
+        )
         try:
             yield open_run
             await open_run.wait_for_commits()

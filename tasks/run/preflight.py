@@ -18,6 +18,7 @@ from typing import Final, Literal
 import psutil
 
 from infra.config import adopt_recorded
+from infra.environments.gpus import gpu_memory
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, run_apart
 from infra.store.chain import linked_parts
@@ -26,6 +27,7 @@ from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
 from models.config.checks import CheckResult
 from models.config.promotion import MIN_PROBLEMS, SuiteCheck
+from tasks.config.gpus import find_memory_conflicts, gpu_layout
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
 from tasks.run.keys import evaluation_key
@@ -247,4 +249,8 @@ async def preflight(
         ) from None
     if not verdict["ok"]:
         raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])
+    if part != "scoring" and config.pools.ray_address is None and gpu_layout(config).shares_gpus:
+        memory = await run_apart(gpu_memory)
+        for conflict in [] if memory is None else find_memory_conflicts(config, verdict["facts"], memory):
+            raise BadInput(conflict)
     return CheckResult(facts=verdict["facts"], notes=verdict["notes"])

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from infra.config import PoolsConfig
-from infra.pools.cluster import Preload, RayCluster
+from infra.pools.cluster import RayCluster
+from infra.pools.embedded import Preload
 from infra.pools.fleet import Fleet
+from infra.pools.gpu_layout import NO_GPUS, GpuLayout
 from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
@@ -15,6 +17,7 @@ from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
 from infra.store.runs import Run
 from models.config.judges import ServedReward
+from tasks.config.gpus import gpu_layout
 from tasks.config.run import RunConfig
 from tasks.run.keys import reward_model_role
 
@@ -39,13 +42,16 @@ class Cluster(Protocol):
         """Start the workers of a role and return them as a pool."""
         ...
 
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus: GpuLayout = NO_GPUS) -> Fleet:
         """Return worker slots that the roles in `specs` share. Workers start only when slots are assigned to their
         role."""
         ...
 
-    async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Start the ranks of distributed training, wait until they have connected to each other, and return them."""
+    async def ranks(
+        self, spec: PoolSpec, *, gpus: GpuLayout = NO_GPUS, fleet: Fleet | None = None, wait_seconds: float = 180
+    ) -> RankGroup:
+        """Start the ranks of distributed training, wait until they have connected to each other, and return them. The
+        ranks may use GPUs of the worker slots in `fleet`."""
         ...
 
 
@@ -60,8 +66,11 @@ def open_cluster(
     return RayCluster.open(f"rheostat-{run.name}", address=address, preload=preload, start_seconds=pools.start_seconds)
 
 
-async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str) -> Pool | RankGroup:
-    """Start the workers of a role. This function is the only place that maps roles to worker classes."""
+async def start_pool(
+    cluster: Cluster, run: Run, settings: RunConfig, role: str, *, fleet: Fleet | None
+) -> Pool | RankGroup:
+    """Start the workers of a role. This function is the only place that maps roles to worker classes. `fleet` has the
+    worker slots of this process, or is None if another process reserves them."""
     pools = settings.pools
     threads: dict[str, object] = {"threads": pools.threads}
     match role:
@@ -82,7 +91,7 @@ async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str)
             spec = _build_spec(
                 run, settings, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options
             )
-            return await cluster.ranks(spec)
+            return await cluster.ranks(spec, gpus=gpu_layout(settings), fleet=fleet, wait_seconds=pools.wait_seconds)
     for term, reward in settings.scoring.model_rewards.items():
         if role == reward_model_role(term):
             return await cluster.pool(_reward_model_spec(run, settings, term, reward, size=pools.scoring_workers))
@@ -107,7 +116,7 @@ async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> 
     ]
     for term, reward in settings.scoring.hosted_rewards.items():
         specs.append(_reward_model_spec(run, settings, term, reward, size=slots.max_slots // reward.slots))
-    return await cluster.fleet(specs, slots=slots, gpus_per_slot=pools.gpus_per_worker)
+    return await cluster.fleet(specs, slots=slots, gpus=gpu_layout(settings))
 
 
 def _reward_model_spec(run: Run, settings: RunConfig, term: str, reward: ServedReward, *, size: int) -> PoolSpec:

@@ -92,6 +92,8 @@ class DeviceEstimate(Settings):
     """Assumed number of tokens of each completion."""
     stages: tuple[StageEstimate, ...]
     memory: tuple[MemoryEstimate, ...]
+    conflicts: tuple[str, ...] = ()
+    """Sentences about inference servers that leave too little memory for an update rank on the same GPU."""
 
     @property
     def rows(self) -> list[dict[str, str]]:

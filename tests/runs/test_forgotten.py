@@ -188,7 +188,7 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
         (None, "there is no such file. Name a file with one prompt_id per line"),
         ("", "contains no prompt_id"),
         ("0123456789abcdef\nAlice\n", "line 2: a prompt_id has 16 digits (0-9 a-f), found 'Alice'"),
-        ("0123456789abcdef\n", "is the prompt_id of a prompt in run 'tiny'"),
+        ("0123456789abcdef\n", "contains no prompt_id of a prompt in run 'tiny'"),
     ],
 )
 def test_invalid_files_of_prompt_ids_are_refused(reference, tmp_path, content, said):

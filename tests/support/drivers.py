@@ -13,7 +13,8 @@ import asyncio, sys, threading
 from pathlib import PosixPath
 import psutil
 from infra.errors import ClusterFailed
-from infra.pools.cluster import Preload, RayCluster
+from infra.pools.cluster import RayCluster
+from infra.pools.embedded import Preload
 from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 {before}

@@ -4,7 +4,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.environments.find import STAMP, Environment, Platform, Stamp, default_directory, pins_digest, python_in
+from infra.environments.find import STAMP, Environment, Stamp, default_directory, pins_digest, python_in
+from infra.environments.gpus import Platform
 from infra.processes.episodes import EpisodeRequest
 from models.text.calls import Call, ParsedTurn
 

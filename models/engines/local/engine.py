@@ -11,6 +11,7 @@ import torch
 
 from models.config.context import usable_context
 from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.device import choose_device
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
@@ -37,7 +38,7 @@ class HuggingFaceEngine:
     def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
         self.progress = 0
         self._config = config
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = choose_device()
         self._policy: LoadedPolicy | None = None
         self._images: ImageSource | None = None
         self._records_experts = False

@@ -89,10 +89,10 @@ def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, 
     if not MISSING:
         settings += ['scoring.rewards=[{kind="target", target="tests.support.rewards:obedient"}]']
         settings += ["scoring.sandbox=bubblewrap"]
-    assert main(["train", "job.toml", *settings, "pools.gpus_per_update_rank=16", "--dry-run"]) == 0
+    assert main(["train", "job.toml", *settings, "pools.gpus_per_update_rank=1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
-    assert notes[0].startswith("The pools need 48 GPUs (")
+    assert notes[0].startswith("The pools need 3 GPUs (")
     assert notes[1:] == [
         "update.minibatches is 9, but an iteration has 4 prompts, so it takes 4 optimizer steps. For more steps, raise "
         "rollout.prompts.",
@@ -103,6 +103,7 @@ def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, 
         *([SANDBOXED_BY_ROOT] if switches_user() and not MISSING else []),
     ]
     assert "4 per iteration, 96 remaining" in shown
+    assert re.search(r"^GPUs +3: one for each update rank$", shown, re.MULTILINE)
 
 
 @pytest.mark.skipif(os.access("/proc/sys", os.W_OK), reason="needs a directory that even root cannot write to")

@@ -14,7 +14,9 @@ import pytest
 import pytest_asyncio
 
 from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
-from infra.pools.cluster import Preload, RayCluster
+from infra.pools.cluster import RayCluster
+from infra.pools.embedded import Preload
+from infra.pools.gpu_layout import GpuLayout
 from infra.pools.launcher import SlotCount
 from infra.pools.machines import Machines
 from infra.pools.placement_group import ReservedSlots
@@ -50,7 +52,7 @@ class Shared:
             )
             for role, width, target in zip(shared.names, widths, targets, strict=True)
         ]
-        shared.fleet = await cluster.fleet(shared.specs, slots=SlotCount(slots), gpus_per_slot=0)
+        shared.fleet = await cluster.fleet(shared.specs, slots=SlotCount(slots))
         shared.rollout, shared.judge = (shared.fleet.role(role) for role in shared.names)
         return shared
 
@@ -423,7 +425,7 @@ async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluste
     await shared.arrange(2, 0)
     other = await start_driver(
         f"""
-        fleet = await cluster.fleet({shared.specs!r}, slots=SlotCount(2), gpus_per_slot=0)
+        fleet = await cluster.fleet({shared.specs!r}, slots=SlotCount(2))
         work = lambda role: fleet.role(role).run("work", ("other", 0.01), returns=tuple)
         rollout, judge = {shared.names!r}
         judged = asyncio.create_task(work(judge))
@@ -448,7 +450,7 @@ async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluste
 
 
 async def test_a_cluster_without_room_for_the_slots_is_a_named_error(cluster):
-    reserved_slots = ReservedSlots(SlotCount(2, initial_slots=2), widest=1, gpus=1, machines=Machines())
+    reserved_slots = ReservedSlots(SlotCount(2, initial_slots=2), widest=1, gpus=GpuLayout(1), machines=Machines())
     with pytest.raises(ClusterFailed, match=r"could not reserve 2 worker slots with .*'GPU': 1.* each within"):
         await reserved_slots.reserve(0.3)
 
@@ -458,6 +460,7 @@ async def test_workers_of_all_roles_have_access_to_the_gpus_of_their_slots():
     """The GPUs exist only as a number that Ray counts."""
     program = """
 import asyncio, ray
+from infra.pools.gpu_layout import GpuLayout
 from infra.pools.machines import Machines
 from infra.pools.placement_group import SLOT, ReservedSlots
 from infra.pools.fleet import Fleet
@@ -470,7 +473,8 @@ async def main():
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
         count = SlotCount(slots)
-        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(is_single=True)), count)
+        reserved = ReservedSlots(count, widest=2, gpus=GpuLayout(gpus), machines=Machines(is_single=True))
+        fleet = Fleet(specs, reserved, count)
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)
@@ -491,7 +495,7 @@ async def test_every_slot_on_an_external_cluster_reserves_a_cpu():
     """One process keeps a cluster of two CPUs, and another process arranges two slots there."""
     keep = """
 import os, tempfile
-from infra.pools.cluster import EMBEDDED_ENVIRONMENT
+from infra.pools.embedded import EMBEDDED_ENVIRONMENT
 os.environ.update(EMBEDDED_ENVIRONMENT)
 import ray
 with tempfile.TemporaryDirectory(dir="/tmp") as directory:
@@ -507,7 +511,7 @@ with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         other = await start_driver(
             """
             specs = [PoolSpec(role, "tests.support.workers:Counting") for role in ("rollout", "judge")]
-            fleet = await cluster.fleet(specs, slots=SlotCount(2), gpus_per_slot=0)
+            fleet = await cluster.fleet(specs, slots=SlotCount(2))
             await fleet.arrange({"rollout": 1, "judge": 1})
             await fleet.arrange({"judge": 2})
             import ray

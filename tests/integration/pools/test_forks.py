@@ -13,7 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from infra.pools.cluster import Preload, RayCluster
+from infra.pools.cluster import RayCluster
+from infra.pools.embedded import Preload
 from infra.pools.forks import start_forkserver, worker_command
 from infra.pools.host import thread_variables
 from infra.pools.worker import PoolSpec

@@ -89,7 +89,7 @@ async def fleet_on(cluster: RayCluster, slots: SlotCount, **widths: int) -> Flee
     """Open a fleet."""
     roles = {"rollout": 1, "judge": 1, **widths}
     specs = [PoolSpec(role, f"{WORKERS}:Counting", start_seconds=600, slots=slots) for role, slots in roles.items()]
-    return await cluster.fleet(specs, slots=slots, gpus_per_slot=0)
+    return await cluster.fleet(specs, slots=slots)
 
 
 async def drive(scenario: str) -> None:

@@ -23,9 +23,9 @@ from infra.environments.find import (
     find_environment,
     find_python,
     pins_path,
-    platform_here,
     read_stamp,
 )
+from infra.environments.gpus import platform_here
 from infra.environments.install import install
 from infra.errors import BadInput, InstallFailed
 

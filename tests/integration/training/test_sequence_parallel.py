@@ -1,6 +1,7 @@
 """Sequence-parallel ranks, each with a slice of every micro-batch, have the outputs and gradients of one rank."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -63,6 +64,7 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
     sequence_parallel_group = join_ranks(
         rank, ranks, address="127.0.0.1", port=port, sequence_parallel=2
     ).sequence_parallel_group
+    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     built = modules()
     for name in ("float32", "float"):  # what models cast to for norms, positions, softmax and logits
         setattr(torch, name, torch.float64)

@@ -13,14 +13,67 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import validate as validate_json
 from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from prefect.workers.base import BaseJobConfiguration
 
+from infra.environments.gpus import TORCH_VARIABLE
 from tests.support.jobs import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"
 KUBERNETES = json.loads((DEPLOY / "kubernetes.json").read_text())
 PLACEHOLDER = re.compile(r"{{ (\w+) }}")
+
+_POD = {"type": "object", "required": ["spec"], "properties": {"spec": {"required": ["containers", "volumes"]}}}
+_PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
+RAY_CLUSTER = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayCluster"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "required": ["rayVersion", "headGroupSpec", "workerGroupSpecs"],
+            "additionalProperties": False,
+            "properties": {
+                "rayVersion": {"type": "string"},
+                "headGroupSpec": {
+                    "type": "object",
+                    "required": ["rayStartParams", "template"],
+                    "additionalProperties": False,
+                    "properties": {"rayStartParams": _PARAMETERS, "template": _POD},
+                },
+                "workerGroupSpecs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": [
+                            "groupName",
+                            "replicas",
+                            "minReplicas",
+                            "maxReplicas",
+                            "rayStartParams",
+                            "template",
+                        ],
+                        "additionalProperties": False,
+                        "properties": {
+                            "groupName": {"type": "string", "minLength": 1},
+                            "replicas": {"type": "integer", "minimum": 0},
+                            "minReplicas": {"type": "integer", "minimum": 0},
+                            "maxReplicas": {"type": "integer", "minimum": 0},
+                            "rayStartParams": _PARAMETERS,
+                            "template": _POD,
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""JSON schema of the fields of KubeRay's RayCluster that the files use. A field with another name is an error."""
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +88,19 @@ def compose():
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
+@pytest.fixture(scope="module", params=["kuberay.yaml", "kuberay-gpu.yaml"])
+def cluster(request):
+    return yaml.safe_load((DEPLOY / request.param).read_text())
+
+
 @pytest.fixture(scope="module")
-def cluster():
-    return yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+def gpu_compose(compose):
+    """Services of compose.yaml with the additions of compose.gpu.yaml."""
+    additions = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())
+    (worker,) = additions["services"].values()
+    volumes = [*compose["services"]["worker"]["volumes"], *worker["volumes"]]
+    merged = compose["services"] | {"worker": compose["services"]["worker"] | worker | {"volumes": volumes}}
+    return compose | {"services": merged, "volumes": compose["volumes"] | additions["volumes"]}
 
 
 def test_every_documented_deploy_command_runs_without_prompts():
@@ -80,6 +143,7 @@ def test_the_image_copies_only_existing_files_and_all_files_that_the_installatio
 def test_the_image_installs_existing_extras_at_pinned_versions_and_does_not_run_as_root(steps):
     (install,) = [words for step, words in steps if step == "RUN" and "install.sh" in words[0]]
     script, _, *extras = install[: install.index("&&")]
+    assert install[-3:] == ["rm", "-rf", "/root/.cache"], "the packages of both environments are linked to one cache"
     assert (ROOT / script).stat().st_mode & 0o100 and "--constraint constraints.txt" in (ROOT / script).read_text()
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {*extras} == known.keys() - {"dev", "docs"}
@@ -89,8 +153,43 @@ def test_the_image_installs_existing_extras_at_pinned_versions_and_does_not_run_
     (user,) = [words for step, words in steps if step == "USER"]
     order = [step for step, _ in steps]
     assert user not in (["root"], ["0"]) and order.index("USER") > len(order) - 1 - order[::-1].index("RUN")
-    assert [words for step, words in steps if step == "FROM"] == [["python:3.11-slim"]]
+    bases = [words[0] for step, words in steps if step == "FROM"]
+    assert bases == ["python:3.11-slim", "system-cpu", "system-${RHEOSTAT_TORCH}"]
     assert "://" not in (DEPLOY / "Dockerfile").read_text(), "nothing is fetched from a place of ours"
+
+
+def test_an_argument_and_not_the_building_machine_decides_whether_the_image_is_for_gpus(steps, gpu_compose):
+    orders = [step for step, _ in steps]
+    assert steps[0] == ("ARG", [f"{TORCH_VARIABLE}=cpu"])
+    last = max(number for number, order in enumerate(orders) if order == "FROM")
+    assert ("ARG", [TORCH_VARIABLE]) in steps[last:], "an argument before FROM is not known to the steps after it"
+    (install,) = [words for step, words in steps if step == "RUN" and "install.sh" in words[0]]
+    engine = install[install.index("if") : install.index("fi")]
+    assert engine[:5] == ["if", "[", f"${TORCH_VARIABLE}", "=", "cuda"]
+    assert engine[engine.index("engine") :] == ["engine", "install", "vllm", "--platform", "cuda;"]
+    assert gpu_compose["services"]["worker"]["build"]["args"] == {TORCH_VARIABLE: "cuda"}
+    assert "args" not in gpu_compose["services"]["server"]["build"]
+
+
+def test_the_image_for_gpus_has_the_compiler_and_headers_that_triton_needs(steps):
+    begin = steps.index(("FROM", ["system-cpu", "AS", "system-cuda"]))
+    (run,) = [words for step, words in steps[begin + 1 : begin + 3] if step == "RUN"]
+    assert {"gcc", "g++", "libc6-dev"} < {*run}
+    header = run[run.index("echo") :]
+    assert "#include <Python.h>" in header and "gcc" in header, "the build fails if the base image has no Python.h"
+
+
+def test_the_services_for_gpus_reserve_them_and_mount_declared_volumes(gpu_compose, steps):
+    services = gpu_compose["services"]
+    worker = services["worker"]
+    (devices,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert [name for name, service in services.items() if "deploy" in service] == ["worker"]
+    assert worker["image"] == "rheostat:cuda" and worker["command"][:3] == ["prefect", "worker", "start"]
+    mounted = dict(mount.split(":") for mount in worker["volumes"])
+    assert mounted.keys() <= gpu_compose["volumes"].keys()
+    owned = next(words for step, words in steps if step == "RUN" and "useradd" in words)
+    assert {*mounted.values()} <= {*owned}, "a new volume takes the owner of the image's directory"
 
 
 def test_every_service_waits_for_services_that_report_readiness_and_mounts_declared_volumes(compose):
@@ -124,7 +223,8 @@ def test_the_worker_serves_the_pool_of_the_deployments_and_mounts_their_store(co
     assert f"work-pool create {pool} " in deploy["command"][-1] and "deploy --all" in deploy["command"][-1]
     home = next(word.partition("=")[2] for step, words in steps if step == "ENV" for word in words if "HOME=" in word)
     assert worker["volumes"] == [f"store:{home}"]
-    assert ["install", "-d", "-o", "rheostat", home] == next(words for s, words in steps if "useradd" in words)[-5:]
+    made = next(words for step, words in steps if "useradd" in words)
+    assert ["install", "-d", "-o", "rheostat", home] == made[made.index("install") :][:5]
     assert deploy["working_dir"] == next(words[0] for step, words in steps if step == "WORKDIR")
 
 
@@ -155,21 +255,35 @@ async def test_the_job_template_builds_a_job_with_the_requested_values():
     assert PLACEHOLDER.findall(json.dumps(pod | {"containers": []})) == []
 
 
-def test_the_ray_cluster_has_the_required_fields_and_the_installed_version_of_ray(cluster, compose):
-    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+def test_the_ray_cluster_has_the_required_fields_and_the_installed_version_of_ray(cluster, compose, gpu_compose):
+    validate_json(cluster, RAY_CLUSTER)
     spec = cluster["spec"]
+    has_gpus = "nvidia.com/gpu" in json.dumps(spec)
+    service = (gpu_compose if has_gpus else compose)["services"]["worker"]
     assert spec["rayVersion"] == version("ray")
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     for group in groups:
         pod = group["template"]["spec"]
-        assert isinstance(group["rayStartParams"], dict)
         (container,) = pod["containers"]
-        assert container["image"] == compose["services"]["worker"]["image"]
+        assert container["image"] == service["image"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     for group in spec["workerGroupSpecs"]:
-        assert group["groupName"] and group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     claim = groups[0]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
     assert claim == KUBERNETES["variables"]["properties"]["store_claim"]["default"]
     pages = (ROOT / "docs/deployments.md").read_text()
     assert f"ray://{cluster['metadata']['name']}-head-svc:10001" in pages
+
+
+def test_every_pod_with_gpus_has_enough_shared_memory_and_tolerates_the_taint_of_gpu_nodes():
+    spec = yaml.safe_load((DEPLOY / "kuberay-gpu.yaml").read_text())["spec"]
+    assert "nvidia.com/gpu" not in json.dumps(spec["headGroupSpec"]), "the head pod runs no workers"
+    for group in spec["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        assert int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) > 0
+        assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        places = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+        memory = places["/dev/shm"]["emptyDir"]
+        assert memory["medium"] == "Memory" and int(memory["sizeLimit"].removesuffix("Gi")) >= 16

@@ -109,7 +109,7 @@ def test_a_file_that_a_worker_writes_after_its_run_was_deleted_is_listed_and_not
     open_store(f"{home}/r").put(key, b"late")
     assert main(["gc", "--delete", "--store", str(home)]) == 0
     output = capsys.readouterr().out
-    assert "run r: skipped: 1 files (0.0 MB) of a run are stored, but its run.json is missing" in output
+    assert "run r: skipped: its run.json is missing, but 1 file (0.0 MB) of it" in output
     assert output.count("skipped") == 1 and (home / "r" / key).read_bytes() == b"late"
 
 

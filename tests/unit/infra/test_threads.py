@@ -29,7 +29,7 @@ async def cluster():
 async def fleet(cluster, tmp_path):
     """Fleet with one slot, for a worker of `rollout` or `judge`."""
     specs = [spec("rollout", tmp_path), spec("judge", tmp_path)]
-    return await cluster.fleet(specs, slots=SlotCount(1), gpus_per_slot=0)
+    return await cluster.fleet(specs, slots=SlotCount(1))
 
 
 SERVED = {"rollout": Served("policy"), "judge": Served("judge")}
@@ -73,7 +73,7 @@ async def test_a_stalled_worker_is_reported_and_neither_replaced_nor_awaited(tmp
 
 async def test_a_worker_that_is_busy_when_the_cluster_closes_ends_its_work_first(tmp_path):
     async with ThreadCluster.open(threads=1) as cluster:
-        fleet = await cluster.fleet([spec("rollout", tmp_path)], slots=SlotCount(1), gpus_per_slot=0)
+        fleet = await cluster.fleet([spec("rollout", tmp_path)], slots=SlotCount(1))
         await fleet.arrange({"rollout": 1}, take={"rollout": Served("v1")})
         working = asyncio.create_task(fleet.role("rollout").run("work", ("late", 0.2), returns=tuple))
         while not (tmp_path / "begun-late").exists():

@@ -73,6 +73,8 @@ DIFFUSION = (
         (VLLM, "rollout.engine.tensor_parallel=4", SERVERS),
         (VLLM, "pools.gpus_per_worker=0.5", "rollout.engine.gpu_memory_share=0.5"),
         (VLLM, "pools.gpus_per_worker=0.5", "pools.workers=1"),
+        # each slot shares its GPU with a rank, not with another slot
+        (VLLM, "pools={workers=2,gpus_per_worker=0.5,gpus_per_update_rank=0.5,update_ranks=2}"),
         (VLLM, "rollout.engine.api_key_variable=KEY", SERVERS),
         (REPLAY,),
         (VLLM, REPLAY),

@@ -1,0 +1,61 @@
+"""GPUs of a run, and the check that an update rank fits next to an awake inference server on the same GPU.
+
+The rank keeps its weights, gradients and optimizer state on the GPU while workers generate. A server that reserves a
+share of the GPU's memory must leave enough for them.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from infra.pools.gpu_layout import GpuLayout
+from models.config.engines import EngineSettings
+from models.config.job import slot_engines
+from tasks.config.run import RunConfig
+
+FREED_PARTS = ("activations", "head", "writing")
+"""Parts of a rank's peak memory that are free, or not on the GPU, while workers generate."""
+
+
+def gpu_layout(config: RunConfig) -> GpuLayout:
+    """Return how the worker slots and the update ranks of a run use GPUs."""
+    return GpuLayout.of(config.pools, ranks_per_node=config.update.sequence_parallel)
+
+
+def kept_rank_bytes(config: RunConfig, facts: Mapping[str, float]) -> float:
+    """Return the estimated bytes that an idle update rank keeps on its GPU, without libraries. `facts` are the numbers
+    of the preflight check."""
+    parts = {f"update_{part}_bytes" for part in (*FREED_PARTS, *config.update.offloaded)}
+    names = [name for name in facts if name.startswith("update_") and name.endswith("_bytes")]
+    return sum(facts[name] for name in names if name not in parts)
+
+
+def find_memory_conflicts(config: RunConfig, facts: Mapping[str, float], memory: float) -> Iterator[str]:
+    """Yield a message for each engine that leaves too little of a GPU with `memory` bytes to the update rank on the
+    same GPU."""
+    layout = gpu_layout(config)
+    if not layout.shares_gpus:
+        return
+    kept = kept_rank_bytes(config, facts)
+    for name, engine, slots in slot_engines(config.rollout, config.scoring):
+        servers = _servers_per_gpu(config, slots)
+        share = engine.reserved_memory_share()
+        if share and servers * share * memory + kept > memory:
+            yield _describe_conflict(name, engine, servers=servers, kept=kept, memory=memory)
+
+
+def _servers_per_gpu(config: RunConfig, slots: int) -> int:
+    return max(1, gpu_layout(config).max_slots_per_gpu(config.pools.workers.max) // slots)
+
+
+def _describe_conflict(name: str, engine: EngineSettings, *, servers: int, kept: float, memory: float) -> str:
+    share, free = engine.reserved_memory_share(), int((memory - kept) / memory / servers * 100) / 100  # rounded down
+    several = f" ({servers} servers on each GPU)" if servers > 1 else ""
+    remedy = (
+        f"Set {name}.gpu_memory_share to at most {free:.2f}"
+        if free >= 0.01
+        else "Shard the update over more ranks (pools.update_ranks, update.zero_stage)"
+    )
+    return (
+        f"{name}.gpu_memory_share is {share:g}{several}, but the update rank on the same GPU keeps about "
+        f"{kept / 2**30:,.1f} of {memory / 2**30:,.1f} GiB while workers generate. {remedy}, or set "
+        "pools.dedicated_update_resources = true"
+    )
