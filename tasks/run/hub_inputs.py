@@ -61,6 +61,25 @@ def with_hub_commits(config: S, run: Run | None = None) -> S:
     return with_base_commits(_replace_paths(config, pin), commits, resolves=not is_recorded)
 
 
+def with_derived_commits(settings: S, run: Run, prefix: str) -> S:
+    """Return the settings of a derived result, such as the rewards of a rescoring, with a commit in each address on the
+    Hub. `prefix` is the prefix of its keys.
+
+    The commits are those that the derived result has recorded, else those that the run has recorded for the same name,
+    else the present ones. Raises BadInput if a name cannot be resolved.
+    """
+    commits = {**recorded_commits(run), **recorded_commits(run, prefix)}
+
+    def pin(path: Path) -> Path:
+        if not isinstance(path, HubPath) or (address := path.address).is_pinned:
+            return path
+        text = address.text() if address.file else address.label  # the same for requests of other processes
+        commit = commits.get(f"{address.kind} {text}") or commits.get(path.key) or resolve_commit(address)
+        return HubPath.build(address.pin(commit), text, path.job)
+
+    return with_base_commits(_replace_paths(settings, pin), commits, resolves=True)
+
+
 def with_base_commits(settings: S, commits: Mapping[str, str], *, resolves: bool) -> S:
     """Return the settings with the commit of the base model in the path of each LoRA adapter whose base model is on the
     Hub. `commits` are recorded commits by keys such as `base model Qwen/Qwen3-0.6B`.
