@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 @stage("begin {derived.name}")
 async def begin_rescoring(open_run: OpenRun, derived: DerivedResult, scoring: ScoringConfig) -> None:
     """Store the rewards with which stored rollouts are scored again, as the user wrote them (`scoring`), and the
-    commits of their models on the Hugging Face Hub. Raises RunChanged if a rescoring of this name was
-    begun with other rewards or other code."""
+    commits of their models on the Hugging Face Hub. Raises RunChanged if a rescoring of this name was begun with other
+    rewards or other code."""
     used = open_run.settings.scoring
     commits = hub_commits(used) | base_commits(used)
     dependencies = rescoring_dependencies(used).model_copy(update={"hub": commits})
