@@ -321,6 +321,7 @@ class UpdateWorker:
             means = models.reference_means(work.reference, policy=work.policy)
         elif config.kl_penalty is not None:
             reference = models.reference(work.reference, policy=work.policy)
+        models.announce_prompts(each for step in steps for batch in step.batches for each in batch.microbatch.inputs)
         timer.end("load")
         extras = compute_extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
         timer.end("logprobs")
