@@ -284,14 +284,16 @@ class OfflineTrainer:
         clock = time.perf_counter
         started = clock()
         resident = ResidentTrainer(self._store, build, self._update, ranks=ranks)
-        trainer = resident.load_with_fresh_optimizer(model)
-        loaded = clock()
-        notes = StepNotes(self._store if self._ranks.rank == 0 else None)
-        result = learn(trainer, TrainingCallbacks(self._on_progress, notes.report))
-        notes.end()
-        stepped = clock()
-        policy = resident.publish(model, version=model.version, put="durable")
-        resident.close()
+        try:
+            trainer = resident.load_with_fresh_optimizer(model)
+            loaded = clock()
+            notes = StepNotes(self._store if self._ranks.rank == 0 else None)
+            result = learn(trainer, TrainingCallbacks(self._on_progress, notes.report))
+            notes.end()
+            stepped = clock()
+            policy = resident.publish(model, version=model.version, put="durable")
+        finally:
+            resident.close()
         timings = {"load": loaded - started, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(model=policy, metrics=result.metrics, detail={"losses": [*result.curve()]}, timings=timings)
 
