@@ -337,7 +337,7 @@ class ModelReward(HostedModelReward):
 class ClipModel(ClipSettings, ServedModel):
     """CLIP model that is loaded from a directory. The run stores a copy of the model and of its head."""
 
-    implementation = "models.modeling.initial:write_clip_model"
+    implementation = "models.rewards.clip:write_clip_model"
     inspection = "models.inspection.other_models:check_clip_model"
 
     kind: Literal["directory"] = "directory"

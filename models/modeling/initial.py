@@ -5,7 +5,6 @@ Each model is written into an empty directory.
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from shutil import copyfile
 from typing import Any, Protocol, cast
 
 from infra.errors import BadInput
@@ -14,8 +13,6 @@ from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.config.environments import DialogueEnvironment
 from models.config.judges import (
-    ClipModel,
-    ClipModelReward,
     DirectoryJudge,
     DirectoryRewardModel,
     JudgeReward,
@@ -137,20 +134,6 @@ def write_reward_model(
     """Check a reward model in an external directory, copy it into `directory`, and return its number of parameters."""
     parameters = check_reward_model(source := fetch_path(model.path), reward.template)
     copy_directory(source, directory)
-    return parameters
-
-
-def write_clip_model(
-    reward: ClipModelReward, model: ClipModel, directory: Path, *, problems: Sequence[Problem], seed: int
-) -> int:
-    """Check a CLIP model in an external directory, copy it into `directory` with its head, and return its number of
-    parameters."""
-    from models.rewards.clip import HEAD_FILE, ClipScorer, find_clip
-
-    parameters = ClipScorer(model).parameters
-    copy_directory(find_clip(model.path), directory)
-    if model.head is not None:
-        copyfile(fetch_path(model.head), directory / HEAD_FILE)
     return parameters
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from shutil import copyfile
 from typing import Final, Literal
 
 import pyarrow as pa
@@ -25,8 +26,10 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path
 from infra.store.storage import Store
-from models.config.judges import ClipModelReward
+from models.config.judges import ClipModel, ClipModelReward
 from models.config.reward_terms import ClipReward, ClipSettings
+from models.data.problems import Problem
+from models.modeling.directory import copy_directory
 from models.modeling.policy import first_line, load_weights
 from models.modeling.reward_model import ScoredTexts
 from models.records.media import Media
@@ -142,6 +145,18 @@ class PictureScorer:
                 finite = math.isfinite(value)
                 scores[row] = ScoredTexts(value, None) if finite else ScoredTexts(None, f"the model's score is {value}")
         return scores, [int(row in last) for row in range(len(prompts))]
+
+
+def write_clip_model(
+    reward: ClipModelReward, model: ClipModel, directory: Path, *, problems: Sequence[Problem], seed: int
+) -> int:
+    """Check a CLIP model in an external directory, copy it into `directory` with its head, and return its number of
+    parameters."""
+    parameters = ClipScorer(model).parameters
+    copy_directory(find_clip(model.path), directory)
+    if model.head is not None:
+        copyfile(fetch_path(model.head), directory / HEAD_FILE)
+    return parameters
 
 
 def _normalize(embedding: Tensor) -> Tensor:

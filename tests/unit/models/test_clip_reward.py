@@ -27,9 +27,11 @@ from models.records.media import MEDIA, InMemoryImages
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import JudgeWork
+from models.rewards.clip import ClipScorer
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.rules import build_reward
 from models.text.tokenizer import train_tokenizer
+from models.vision.color_conversion import decode_rgb
 from models.workers.reward_model import RewardModelWorker
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import rescoring_dependencies
@@ -192,6 +194,14 @@ def test_a_worker_in_a_slot_uses_the_stored_copy_of_the_head(clip, tmp_path):
 def test_a_completion_without_a_picture_gets_no_score_from_a_worker(clip, tmp_path):
     [row] = read_verdicts(clip, tmp_path, pictures=(), texts=TEXTS[:1])
     assert row["value"] is None and "no picture" in row["error"]
+
+
+@pytest.mark.gpu
+def test_batched_scores_on_a_gpu_agree_with_the_scores_on_the_cpu(clip):
+    images = [decode_rgb(encoded) for encoded in PICTURES]
+    expected = [ClipScorer(ClipReward(path=clip)).score([text], [image])[0] for text, image in zip(TEXTS, images)]
+    scores = ClipScorer(ClipReward(path=clip), device="cuda").score(TEXTS, images)
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 # ---- refused directories and heads
