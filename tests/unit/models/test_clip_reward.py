@@ -199,7 +199,9 @@ def test_a_completion_without_a_picture_gets_no_score_from_a_worker(clip, tmp_pa
 @pytest.mark.gpu
 def test_batched_scores_on_a_gpu_agree_with_the_scores_on_the_cpu(clip):
     images = [decode_rgb(encoded) for encoded in PICTURES]
-    expected = [ClipScorer(ClipReward(path=clip)).score([text], [image])[0] for text, image in zip(TEXTS, images)]
+    expected = [
+        ClipScorer(ClipReward(path=clip)).score([text], [image])[0] for text, image in zip(TEXTS, images, strict=True)
+    ]
     scores = ClipScorer(ClipReward(path=clip), device="cuda").score(TEXTS, images)
     np.testing.assert_allclose(scores, expected, atol=1e-4)
 
