@@ -295,10 +295,9 @@ class UpdateConfig(Settings):
     """Data kept in CPU memory while the GPU does not need it: "optimizer" keeps the optimizer state there and runs the
     optimizer steps on the CPU (ZeRO 1 to 3), "parameters" keeps the weights there as well (ZeRO 3)."""
     attention: Annotated[Attention | None, Since("0.1.0", before=None)] = "auto"
-    """Attention implementation. "auto" uses "varlen" for packed rows if device, `dtype` and model support it, else the
-    model's default (sdpa, or eager if the class requires it). "varlen" is PyTorch's flash kernel, which needs bfloat16
-    and GPUs. The other kernels also need a package (`flash-attn`, `flash-attn-3`). Runs from before 0.2.0 keep the
-    model's default."""
+    """Attention implementation. "auto" uses "varlen" (PyTorch's flash kernel for bfloat16 on GPUs) for packed rows if
+    device, `dtype` and model support it, else the model's default (sdpa or eager). The other kernels also need a
+    package (`flash-attn`, `flash-attn-3`). Runs from before 0.2.0 keep the model's default."""
     lora: LoraConfig | None = None
     """Settings of LoRA adapters, which are trained instead of the weights. If not set, all weights are trained."""
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Since("0.1.0", before=())] = ()
