@@ -14,11 +14,11 @@ from models.config.objectives import UpdateConfig
 from models.inspection.plain import DecoderSizes
 from models.modeling import shared_prompts
 from models.modeling.adapters import outline
-from models.modeling.flash import attentions_of, flash_kernel, repeat_tokens
+from models.modeling.flash import KernelOptions, KernelRows, attend_rows, attentions_of, flash_kernel, repeat_tokens
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.shared_prompts import set_attention, use_attention_kernel
-from models.modeling.varlen import adapt_varlen, require_varlen, supports_varlen
+from models.modeling.varlen import adapt_varlen, require_varlen, supports_varlen, varlen_kernel
 from models.records.model_input import ModelInput
 from tests.support.families import (
     FAMILIES,
@@ -100,6 +100,20 @@ def test_varlen_gives_the_output_of_flash_kernels_for_head_sizes_that_are_no_mul
         results.append((output_QHD, *gradients))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
+
+
+def test_the_installed_varlen_accepts_the_arguments_of_kernels():
+    query_QHD, key_KHD, value_KHD = (
+        torch.empty(tokens, heads, 12, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for tokens, heads in ((9, 4), (14, 2), (14, 2))
+    )
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    rows = KernelRows(ends, ends, max_queries=7, max_keys=7)
+    options = KernelOptions(causal=True, scaling=None, window=(3, 0), softcap=0.0)
+    output_QHD = attend_rows(varlen_kernel(), (query_QHD, key_KHD, value_KHD), rows, options)
+    output_QHD.sum().backward()
+    assert output_QHD.shape == query_QHD.grad.shape == (9, 4, 12)
+    assert key_KHD.grad.shape == value_KHD.grad.shape == (14, 2, 12)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
