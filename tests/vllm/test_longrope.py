@@ -11,8 +11,11 @@ from models.config.context import longrope_scales
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40,
-    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 40,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
 }
 SETTINGS = [
     {},
