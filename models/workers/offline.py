@@ -281,7 +281,7 @@ class OfflineTrainer:
     ) -> Outcome:
         clock = time.perf_counter
         started = clock()
-        resident = ResidentTrainer(self._store, build, self._update, ranks=ranks)
+        resident = ResidentTrainer(self._store, build, self._update, ranks=ranks, on_progress=self._on_progress)
         trainer = resident.load_with_fresh_optimizer(model)
         loaded = clock()
         notes = StepNotes(self._store if self._ranks.rank == 0 else None)
