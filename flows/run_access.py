@@ -22,7 +22,7 @@ from flows.prefect_states import install_state_handling
 from infra.errors import BadInput, HolderLost, first_cause
 from infra.plugins import PACKAGES
 from infra.store.chain import linked_parts
-from infra.store.dependencies import check_dependencies, record_dependencies, recorded_config
+from infra.store.dependencies import check_dependencies, record_dependencies, recorded_commits, recorded_config
 from infra.store.garbage import tag_run
 from infra.store.inputs import PathNames
 from infra.store.run_record import has_results
@@ -36,7 +36,7 @@ from tasks.placement.stage import place_single_role
 from tasks.preparation import check_inputs, check_rewards
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
-from tasks.run.hub_inputs import fetch_hub_inputs
+from tasks.run.hub_inputs import fetch_hub_inputs, with_base_commits
 from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
 from tasks.run.preflight import is_checked, with_data_sized_defaults, with_recorded_defaults
 from tasks.run.stages import commit_pending_results, tag_tasks
@@ -197,6 +197,7 @@ async def _join(ref: RunRef) -> AsyncIterator[OpenRun]:
     overrides = {"pools": ref.pools, "controllers": ref.controllers}
     config = config.model_copy(update={name: part for name, part in overrides.items() if part is not None})
     config = config.with_layout(recorded_layout(run))
+    config = with_base_commits(config, recorded_commits(run), resolves=False)
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))

@@ -77,12 +77,13 @@ def _query_commit(address: HubAddress, endpoint: str, token: str, folder: Path) 
     return info.sha
 
 
-def fetch_snapshot(address: HubAddress) -> Path:
+def fetch_snapshot(address: HubAddress, base: str = "") -> Path:
     """Return a local folder with the needed files of a model or dataset on the Hugging Face Hub, or the local path of a
     single file. Missing files are downloaded into the Hub's cache.
 
     Missing files are downloaded with a progress bar and verified, unless HF_HUB_OFFLINE is set. If the model is an
-    adapter, its base model on the Hub is fetched too. Raises BadInput if the files cannot be fetched.
+    adapter, its base model on the Hub is fetched too. `base` is the name of the base model with the recorded commit,
+    as in `JobPath.base`, or empty. Raises BadInput if the files cannot be fetched.
     """
     address = address.pin(resolve_commit(address))
     if address.kind == "dataset" and not address.file:
@@ -91,7 +92,7 @@ def fetch_snapshot(address: HubAddress) -> Path:
         folder = fetch_files(address, _files_below(address))
     else:
         folder = fetch_files(address, _model_files(address))
-        find_hub_base(folder)
+        find_hub_base(folder, base)
     return folder / address.file
 
 
@@ -182,13 +183,15 @@ def _describe_file(file: "RepoFile") -> HubFile:
     return HubFile(file.size, file.blob_id) if file.lfs is None else HubFile(file.lfs.size, file.lfs.sha256)
 
 
-def find_hub_base(directory: Path) -> Path | None:
+def find_hub_base(directory: Path, recorded: str = "") -> Path | None:
     """Return a local folder with the base model of an adapter, downloaded if necessary. Return None unless
     `adapter_config.json` in this directory names a base model on the Hugging Face Hub.
 
-    A local directory of the same name comes first. The files are fetched as by `fetch_snapshot`.
+    A local directory of the same name comes first. `recorded` is the name of the base model with the commit that a run
+    recorded, as in `JobPath.base`. If it is empty, the commit is resolved. The files are fetched by `fetch_snapshot`.
     """
-    base = base_address(directory)
+    name, commit = recorded.partition("@")[0], recorded.rpartition("@")[2]
+    base = HubAddress("model", name, commit) if recorded else base_address(directory)
     return None if base is None else fetch_snapshot(base)
 
 

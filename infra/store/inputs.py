@@ -8,13 +8,14 @@ become an absolute `JobPath`, which also stores the path relative to the folder 
 path, so that it can continue after its job and its files were moved to another folder.
 """
 
+import copy
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PosixPath
-from typing import Annotated, Final, Self, TypeVar, cast
+from typing import Annotated, Final, Self
 
 from pydantic import (
     BaseModel,
@@ -31,12 +32,14 @@ from pydantic import (
 from infra.config import RECORDED
 from infra.errors import BadInput, DeprecatedSpelling
 from infra.store import remote_files
-from infra.store.hub import fetch_snapshot, resolve_commit, split_files
+from infra.store.hub import fetch_snapshot, find_hub_base, resolve_commit, split_files
 from infra.store.hub_names import HF, HubAddress, HubKind, is_hub_name, parse_hub_address, parse_hub_name
 from infra.store.storage import open_store
 
 S3: Final = "s3:"
 HUB: Final = "hf:"
+_BASE: Final = re.compile(r"(.+)\?base=([\w./@-]+@[0-9a-f]{40})", re.ASCII | re.DOTALL)
+"""Text of the path of an adapter with the commit of its base model, as sent to other processes."""
 _SCHEMES: Final = (HUB, *(f"{scheme}:" for scheme in remote_files.PACKAGES))
 
 
@@ -76,13 +79,16 @@ class RecordedName(JobText):
 
 
 class JobPath(PosixPath):
-    """Absolute path that the user wrote as a relative path in a job file or an override. Paths derived from it are
-    plain paths, without the two fields."""
+    """Absolute path that the user wrote as a relative path in a job file or an override, or path of a LoRA adapter with
+    its base model on the Hugging Face Hub. Paths derived from it are plain paths, without the fields."""
 
     relative: str = ""
     """The same path relative to the folder of the job."""
     job: str = ""
     """Folder of the job."""
+    base: str = ""
+    """Base model on the Hugging Face Hub of the LoRA adapter at this path, with the commit that the run uses:
+    `owner/name@commit` or `owner/name@branch@commit`. Empty for other paths, or if the commit is not known."""
 
     @classmethod
     def locate(cls, text: JobText) -> Self:
@@ -123,6 +129,18 @@ class HubPath(JobPath):
     def with_address(self, address: HubAddress) -> Self:
         """Return a path with another address, but the same text in the job file."""
         return self.build(address, self.relative, self.job)
+
+
+def with_base(path: Path, base: str) -> JobPath:
+    """Return the path of a LoRA adapter with the name and the commit of its base model on the Hugging Face Hub."""
+    new = copy.copy(path) if isinstance(path, JobPath) else JobPath(path)
+    new.base = base
+    return new
+
+
+def recorded_base(path: Path) -> str:
+    """Return `JobPath.base`: the base model of the LoRA adapter at a path, or "" if no commit of it is recorded."""
+    return path.base if isinstance(path, JobPath) else ""
 
 
 def place_texts(document: object, folder: Path | str, *, job: Path | str | None = None) -> object:
@@ -213,6 +231,8 @@ def _validate_location(
 ) -> Path:
     """Validate a path or address in a configuration. `read` converts other texts to a path. `kind` is the kind of
     repository that a name on the Hugging Face Hub means, or None if names are not allowed."""
+    if isinstance(value, str) and (match := _BASE.fullmatch(value)):
+        return with_base(_validate_location(match[1], read, info, kind), match[2])
     place = _locate(value, info, kind)
     return place if isinstance(place, Path) else read(place)
 
@@ -308,7 +328,9 @@ def _texts(value: JsonValue | Mapping[str, JsonValue]) -> Iterator[str]:
 
 
 def _serialize(path: Path, info: SerializationInfo) -> str:
-    return info.context.name(path) if isinstance(info.context, PathNames) else format_path(path)
+    if isinstance(info.context, PathNames):
+        return info.context.name(path)
+    return f"{format_path(path)}?base={base}" if (base := recorded_base(path)) else format_path(path)
 
 
 _AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
@@ -346,13 +368,18 @@ def fetch_path(path: Path) -> Path:
     """Return a local path of a file or directory. If it is in a bucket or on the Hugging Face Hub, it is first
     downloaded into the cache.
 
-    Files of a cached directory that no longer exist in the bucket are deleted. Raises BadInput if the file or directory
-    does not exist.
+    Files of a cached directory that no longer exist in the bucket are deleted. If the path is a LoRA adapter with the
+    recorded commit of its base model, the base model is fetched too, and the local path keeps the commit. Raises
+    BadInput if the file or directory does not exist.
     """
+    base = recorded_base(path)
     if not is_remote(path):
+        if base:
+            find_hub_base(path, base)
         return path
     if is_on_hub(path):
-        return fetch_snapshot(parse_hub_address(format_path(path)))
+        folder = fetch_snapshot(parse_hub_address(format_path(path)), base)
+        return with_base(folder, base) if base else folder
     return remote_files.fetch_address(format_path(path))
 
 
@@ -371,25 +398,3 @@ def split_into_files(path: Path) -> list[Path]:
     address = replace(address, revision=resolve_commit(address))
     whole = replace(address, config="", split="")
     return [Path(replace(whole, file=name).text()) for name in split_files(address)]
-
-
-M = TypeVar("M")
-
-
-def replace_hub_paths(value: M, change: Callable[[HubPath], Path]) -> M:
-    """Return a copy of settings in which each path on the Hugging Face Hub is replaced by the result of `change`."""
-    match value:
-        case HubPath():
-            return cast(M, change(value))
-        case BaseModel():
-            changes = {name: new for name, part in value if (new := replace_hub_paths(part, change)) is not part}
-            return value.model_copy(update=changes) if changes else value
-        case Mapping():
-            changes = {
-                name: new for name, part in value.items() if (new := replace_hub_paths(part, change)) is not part
-            }
-            return cast(M, {**value, **changes}) if changes else value
-        case tuple():
-            parts = tuple(replace_hub_paths(part, change) for part in value)
-            return cast(M, parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
-    return value

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from infra.errors import BadInput
 from infra.store.hub import find_hub_base
+from infra.store.inputs import recorded_base
 from models.modeling.policy import load_policy
 from models.modeling.weight_files import read_header
 
@@ -117,8 +118,8 @@ def find_base(directory: Path) -> Path:
     """
     base_name = _read_settings(directory).base_model_name_or_path
     base = directory / (base_name or "")
-    if not (base / "config.json").is_file() and (on_hub := find_hub_base(directory)) is not None:
-        base = on_hub
+    if not (base / "config.json").is_file():
+        base = find_hub_base(directory, recorded_base(directory)) or base
     if not base_name or not (base / "config.json").is_file():
         raise BadInput(
             f"adapter {directory}: base_model_name_or_path in {SETTINGS} must be the path of the base model's "

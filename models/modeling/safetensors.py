@@ -133,8 +133,9 @@ def streamed_pieces(
         if tensor.numel():
             if not tensor.is_contiguous():
                 tensor = tensor.cpu().contiguous()
-            for chunk in tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                yield to_host(chunk).numpy().data
+            bytes_N = tensor.reshape(-1).view(torch.uint8)
+            for start in range(0, len(bytes_N), CHUNK_BYTES):
+                yield to_host(bytes_N[start : start + CHUNK_BYTES]).numpy().data
 
 
 @contextmanager

@@ -1,19 +1,29 @@
 """Models and datasets of a job on the Hugging Face Hub: their commits, and the download of their files."""
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from pydantic import BaseModel
 
 from infra.errors import BadInput
 from infra.store.dependencies import recorded_commits
-from infra.store.hub import base_address, fetch_snapshot, list_files, resolve_commit, split_files
-from infra.store.hub_names import is_hub_name
-from infra.store.inputs import HubPath, JobPath, JobText, fetch_path, paths_in, replace_hub_paths
+from infra.store.hub import METADATA, base_address, fetch_files, list_files, resolve_commit, split_files
+from infra.store.hub_names import HubAddress, is_hub_name
+from infra.store.inputs import (
+    HubPath,
+    JobPath,
+    JobText,
+    fetch_path,
+    paths_in,
+    recorded_base,
+    with_base,
+)
 from infra.store.run_record import has_results
 from infra.store.runs import Run
 
+M = TypeVar("M")
 S = TypeVar("S", bound=BaseModel)
 
 BASE: Final = "base model"
@@ -21,7 +31,8 @@ BASE: Final = "base model"
 
 
 def with_hub_commits(config: S, run: Run | None = None) -> S:
-    """Return the configuration with a commit in each address on the Hub.
+    """Return the configuration with a commit in each address on the Hub, and with the commit of the base model in the
+    path of each LoRA adapter.
 
     A run with results keeps its recorded commits, and its recorded local paths stay local. Other names are resolved by
     the Hub. Raises BadInput if a name cannot be resolved, or if a local path has the name that the run read from the
@@ -38,9 +49,8 @@ def with_hub_commits(config: S, run: Run | None = None) -> S:
                         "Hub. Rename the local path to continue the run."
                     )
 
-    def pin(path: HubPath) -> Path:
-        address = path.address
-        if address.is_pinned:
+    def pin(path: Path) -> Path:
+        if not isinstance(path, HubPath) or (address := path.address).is_pinned:
             return path
         if path.key in commits:
             return path.with_address(address.pin(commits[path.key]))
@@ -48,7 +58,59 @@ def with_hub_commits(config: S, run: Run | None = None) -> S:
             return path if "://" in path.relative else _local_path(path)
         return path.with_address(address.pin(resolve_commit(address)))
 
-    return replace_hub_paths(config, pin)
+    return with_base_commits(_replace_paths(config, pin), commits, resolves=not is_recorded)
+
+
+def with_base_commits(settings: S, commits: Mapping[str, str], *, resolves: bool) -> S:
+    """Return the settings with the commit of the base model in the path of each LoRA adapter whose base model is on the
+    Hub. `commits` are recorded commits by keys such as `base model Qwen/Qwen3-0.6B`.
+
+    If `resolves` is true, the Hub is queried for other commits, and BadInput is raised if it does not have the base
+    model. Otherwise their paths do not change.
+    """
+
+    def pin(path: Path) -> Path:
+        base = None if recorded_base(path) else _find_base(path, is_required=resolves)
+        if base is None:
+            return path
+        commit = base.revision if base.is_pinned else bases.get(f"{BASE} {base.label}", "")
+        if not commit and resolves:
+            commit = resolve_commit(base)
+        label = base.name if base.is_pinned else base.label
+        return with_base(path, f"{label}@{commit}") if commit else path
+
+    bases = {name: commit for name, commit in commits.items() if name.startswith(BASE)}
+    return _replace_paths(settings, pin) if bases or resolves else settings
+
+
+def _find_base(path: Path, *, is_required: bool) -> HubAddress | None:
+    """Return the address of the base model on the Hub, if the path is a LoRA adapter. If `is_required` is false, return
+    None if the Hub and the cache do not have the adapter."""
+    if not isinstance(path, HubPath):
+        return base_address(path)
+    address = path.address
+    if address.kind != "model" or address.file or not address.is_pinned:
+        return None
+    with suppress(*() if is_required else (BadInput,)):
+        return base_address(fetch_files(address, METADATA))
+    return None
+
+
+def _replace_paths(value: M, change: Callable[[Path], Path]) -> M:
+    """Return a copy of settings in which each path is replaced by the result of `change`."""
+    match value:
+        case Path():
+            return cast(M, change(value))
+        case BaseModel():
+            changes = {name: new for name, part in value if (new := _replace_paths(part, change)) is not part}
+            return value.model_copy(update=changes) if changes else value
+        case Mapping():
+            changes = {name: new for name, part in value.items() if (new := _replace_paths(part, change)) is not part}
+            return cast(M, {**value, **changes}) if changes else value
+        case tuple():
+            parts = tuple(_replace_paths(part, change) for part in value)
+            return cast(M, parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+    return value
 
 
 def _local_path(path: HubPath) -> Path:
@@ -76,27 +138,19 @@ def hub_commits(config: BaseModel) -> dict[str, str]:
 
 def base_commits(config: BaseModel, run: Run | None = None) -> dict[str, str]:
     """Return the commits of the base models on the Hub of all LoRA adapters in a configuration, by keys such as `base
-    model Qwen/Qwen3-0.6B`. A run with results keeps its recorded commits.
-
-    Directories that cannot be read are skipped, because the code that reads them reports the error.
-    """
+    model Qwen/Qwen3-0.6B`. A run with results keeps its recorded commits."""
     if run is not None and has_results(run.store):
         return {name: commit for name, commit in recorded_commits(run).items() if name.startswith(BASE)}
-    commits: dict[str, str] = {}
-    for path in paths_in(config):
-        is_hub_model = isinstance(path, HubPath) and path.address.kind == "model" and not path.address.file
-        with suppress(BadInput):
-            base = base_address(fetch_path(path)) if is_hub_model or path.is_dir() else None
-            if base is not None:
-                commits[f"{BASE} {base.name}"] = resolve_commit(base)
-    return commits
+    bases = (recorded_base(path).rpartition("@") for path in paths_in(config))
+    return {f"{BASE} {name}": commit for name, _, commit in bases if name}
 
 
 def fetch_hub_inputs(config: BaseModel) -> None:
     """Fetch all files of a configuration that are on the Hub, with a progress bar. Files in the cache are kept. Raises
     BadInput if a file cannot be fetched."""
-    for path in dict.fromkeys(path for path in paths_in(config) if isinstance(path, HubPath)):
-        fetch_path(path)
+    for path in dict.fromkeys(paths_in(config)):
+        if isinstance(path, HubPath) or recorded_base(path):
+            fetch_path(path)
 
 
 def describe_hub_inputs(config: BaseModel) -> dict[str, str]:
@@ -107,7 +161,6 @@ def describe_hub_inputs(config: BaseModel) -> dict[str, str]:
     for path in paths_in(config):
         if isinstance(path, HubPath):
             folder, address = fetch_path(path), path.address.pin(resolve_commit(path.address))
-            base = base_address(folder) if address.kind == "model" else None
             files = split_files(address) if address.kind == "dataset" and not address.file else None
             listed = list_files(address)
             root = Path(str(folder).removesuffix(f"/{address.file}")) if address.file else folder
@@ -117,8 +170,9 @@ def describe_hub_inputs(config: BaseModel) -> dict[str, str]:
             lines[f"{address.kind} {path.relative}{chosen}"] = _describe(
                 address.revision, [listed[name].size for name in names]
             )
-            if base is not None:
-                lines[f"{BASE} {base.name}"] = f"commit {fetch_snapshot(base).name[:12]}"
+        base, _, commit = recorded_base(path).rpartition("@")
+        if base:
+            lines[f"{BASE} {base}"] = f"commit {commit[:12]}"
     return lines
 
 

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
@@ -13,9 +15,9 @@ import infra.store.hub
 from flows.cli.train import _build_evaluation_config
 from infra.errors import BadInput, RunChanged
 from infra.store.dependencies import dependency_records, record_dependencies, recorded_commits, recorded_config
-from infra.store.hub import resolve_commit
+from infra.store.hub import cache_folder, resolve_commit
 from infra.store.hub_names import HubAddress
-from infra.store.inputs import HubPath, fetch_path, paths_in, place_texts
+from infra.store.inputs import HubPath, fetch_path, paths_in, place_texts, recorded_base
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from models.config.data import FileData
@@ -36,7 +38,7 @@ from models.text.tokenizer import load_tokenizer
 from tasks.config.run import RunConfig, parse_config
 from tasks.retriever import lock_retriever, with_recorded_defaults
 from tasks.run.dependencies import dependencies_of
-from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_hub_commits
+from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_base_commits, with_hub_commits
 from tasks.soup.merging import weighted_parents
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
@@ -95,10 +97,10 @@ def begin(tmp_path, document=JOB):
     return run
 
 
-def write_adapter(directory, base):
+def write_adapter(directory, base, **others):
     """Write an adapter of rank 1 to the query projection of the first layer of a policy's directory."""
     directory.mkdir()
-    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], **others}
     (directory / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "team/tiny"}))
     layer = "model.layers.0.self_attn.q_proj"
     out, width = load_file(base / "model.safetensors")[f"{layer}.weight"].shape
@@ -214,6 +216,59 @@ def test_the_commit_of_the_base_of_an_adapter_is_recorded_once(repositories, tmp
     repositories.add("team/tiny", {"config.json": b"{}"})
     config = with_hub_commits(job({"name": "r", "policy": {**POLICY, "path": path}, "data": DATA}), run)
     assert dependencies_of(config, run).hub == dependency_records(run)[-1].dependencies.hub
+
+
+def test_an_adapter_that_names_a_revision_of_its_base_keeps_the_revision(repositories, tmp_path):
+    first = resolve_commit(HubAddress("model", "team/tiny"))
+    write_adapter(tmp_path / "adapter", tmp_path / "policy")
+    write_adapter(tmp_path / "fixed", tmp_path / "policy", revision=first)
+    repositories.add("team/tiny", {**repositories.repositories["models", "team/tiny"].commits[0], "a.txt": b""})
+    resolve_again()
+    parents = [{"path": str(tmp_path / name), "weight": 0.5} for name in ("adapter", "fixed")]
+    policy = with_hub_commits(job({"policy": {"kind": "merge", "parents": parents}})).policy
+    assert [recorded_base(parent.path) == f"team/tiny@{first}" for parent in policy.parents] == [False, True]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("where", ["hub", "local"])
+@pytest.mark.parametrize("role", ["policy", "judge"])
+def test_the_base_of_an_adapter_is_read_at_the_recorded_commit_after_its_branch_moved(
+    repositories, tmp_path, monkeypatch, where, role, as_json
+):
+    write_adapter(tmp_path / "adapter", tmp_path / "policy")
+    repositories.add("team/adapter", tmp_path / "adapter")
+    adapter = {**POLICY, "path": "team/adapter" if where == "hub" else str(tmp_path / "adapter")}
+    document = {**JOB, "policy": adapter}
+    if role == "judge":
+        document = {**JOB, "scoring": {"rewards": [{"kind": "judge", "model": adapter}]}}
+
+    def write(config, name):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        repositories.requests.clear()
+        if as_json:  # as the process that checks the inputs gets the configuration
+            config = type(config).model_validate_json(config.model_dump_json())
+        if role == "policy":
+            write_initial_policy(config.policy, tmp_path / name, texts=[], seed=0)
+        else:
+            load_judge(config, tmp_path / name)
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        assert not repositories.requests
+        return (tmp_path / name / "model.safetensors").read_bytes()
+
+    run = begin(tmp_path, document)
+    config = with_hub_commits(job(document), run)
+    fetch_hub_inputs(config)
+    before = write(config, "before")
+    (tmp_path / "other").mkdir()
+    write_policy(tmp_path / "other", seed=1)
+    moved = repositories.add("team/tiny", tmp_path / "other")
+    downloaded = snapshot_download("team/tiny", endpoint=repositories.url, cache_dir=cache_folder())
+    assert Path(downloaded).name == moved
+    resolve_again()
+    assert write(with_hub_commits(job(document), run), "after") == before
+    recorded = job(recorded_config(run), recorded=True)
+    assert write(with_base_commits(recorded, recorded_commits(run), resolves=False), "controller") == before
 
 
 def test_a_run_without_results_records_the_commits_of_its_last_start(repositories, tmp_path):
