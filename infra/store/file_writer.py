@@ -2,10 +2,11 @@
 several files are written at once.
 
 The caller's thread produces the pieces of a file, for example by copying tensors from a GPU. Two threads per file write
-and hash the pieces in order. BLAKE3 additionally uses all CPU cores for large pieces. The digest is computed from the
-pieces, so the file is never read.
+and hash the pieces in order. BLAKE3 additionally divides large pieces among a few threads. The digest is computed from
+the pieces, so the file is never read.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,8 @@ FILES_AT_ONCE: Final = 4
 is slower than hashing or copying from a GPU."""
 PIECES_IN_FLIGHT: Final = 4
 """Maximum number of pieces per file that are produced but not yet written and hashed."""
+HASH_THREADS: Final = 8
+"""Maximum number of threads among which BLAKE3 divides a piece. Each thread hashes several GB/s."""
 
 
 def write_files(
@@ -80,7 +83,8 @@ class _HashedContent:
 
     def __init__(self, pieces: Iterable[Piece], *, path: Path | None = None) -> None:
         self._pieces = iter(pieces)
-        self._hasher = blake3(max_threads=blake3.AUTO)
+        # With blake3.AUTO, the threads would belong to the process, and a process forked later would wait for them.
+        self._hasher = blake3(max_threads=min(HASH_THREADS, len(os.sched_getaffinity(0))))
         self._size = 0
         self._in_flight: deque[Sequence[Future[object]]] = deque()
         self._resources = ExitStack()
