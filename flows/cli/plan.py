@@ -20,7 +20,7 @@ from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
 from tasks.run.hub_inputs import describe_hub_inputs
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
-from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
+from tasks.views.estimate import DeviceEstimate, accelerator, estimate, loading_excess, peak_memory_by_part
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -172,6 +172,16 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"The pools need {format_count(needed_gpus, 'GPU')} (pools.gpus_per_worker, pools.gpus_per_update_rank), "
             f"but this machine has {available_gpus}. The run could not start here. Lower these settings, or set "
             "pools.ray_address to a cluster with enough GPUs."
+        )
+    if "loads_whole" in facts:
+        yield (
+            "update.zero_stage is 3, but each update rank loads the whole policy before it is sharded, because the "
+            "policy is a text-to-image model or is stored in a quantized format. The estimate of memory includes this."
+        )
+    if config.update.zero_stage == 3 and config.scoring.trained_reward_models:
+        yield (
+            "update.zero_stage is 3, but reward models that are trained from preferences are built as a whole in "
+            "float32 on each update rank before they are sharded."
         )
     if minibatches > prompts:
         yield (
@@ -374,8 +384,11 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
     """Describe the estimated peak memory of one worker of a role, as a sum of its parts. Parts that are offloaded to
     CPU memory are listed separately."""
-    parts = {name: value / 2**20 for name, value in peak_memory_by_part(facts, role).items()}
-    offloaded_parts = {name: parts.pop(name) for name in offloaded}
+    parts = peak_memory_by_part(facts, role)
+    offloaded_parts = {name: parts.pop(name) / 2**20 for name in offloaded}
+    if role == "update" and (loading := loading_excess(parts, facts)):
+        parts["loading"] = loading
+    parts = {name: value / 2**20 for name, value in parts.items()}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
     addition = (
         f", and {sum(offloaded_parts.values()):,.1f} MiB of machine memory ({' + '.join(offloaded_parts)})"

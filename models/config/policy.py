@@ -387,6 +387,10 @@ class ModelOutline:
     """Attention implementations that the model's class in transformers supports."""
     recomputes: bool = True
     """Whether the activations of the blocks can be recomputed in the backward pass (activation checkpointing)."""
+    largest_parameter: int = 0
+    """Number of values in the largest parameter."""
+    loads_shards: bool = True
+    """Whether a rank can load its shard of each parameter (ZeRO-3) without the whole model."""
     has_guidance_input: bool = False
     """Whether a denoiser takes the scale of classifier-free guidance as an input."""
 

@@ -116,6 +116,7 @@ class DecoderSizes:
             vocab_size=self.vocab_size,
             kept_numbers=self._num_kept_values,
             norm_numbers=self._num_norm_values,
+            largest_parameter=max(map(prod, weights.values())),
         )
 
     @property

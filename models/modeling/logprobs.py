@@ -32,6 +32,7 @@ from models.modeling.shared_prompts import (
     shared_states,
     supports_sequence_parallelism,
 )
+from models.modeling.trials import trial_weights
 from models.modeling.trunk import find_trunk
 from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
@@ -139,7 +140,9 @@ class TokenModule(nn.Module):
         replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(
             group.size, what=kind
         )
-        if not matches_padded_rows(self.model, sequence_parallel_group=group):
+        with trial_weights(self.model):
+            matches = matches_padded_rows(self.model, sequence_parallel_group=group)
+        if not matches:
             raise BadInput(
                 f"update.sequence_parallel is {group.size}, but {kind} computes other results if its sequences are "
                 "split among ranks. Set it to 1"

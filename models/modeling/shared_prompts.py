@@ -32,6 +32,7 @@ from models.config.attention import FLASH, Attention
 from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, attend_rows, attentions_of, flash_kernel
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.sequence_parallel import SequenceParallelGroup
+from models.modeling.trials import trial_dtype, trial_weights
 from models.modeling.trunk import find_trunk
 from models.records.model_input import ModelInput
 from models.vision.tower import treats_images_as_text
@@ -279,7 +280,8 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
         return False
     model.set_attn_implementation(inside + _ENDING)
     try:
-        shares = matches_padded_rows(model)
+        with trial_weights(model):
+            shares = matches_padded_rows(model)
     except RuntimeError:  # a class that computes its own masks, such as Doge, cannot read rows of other lengths
         shares = False
     if not shares:
@@ -314,4 +316,4 @@ def matches_padded_rows(
             actual_NH, torch.from_numpy(own_M).to(device), num_tokens=len(expected_NH)
         )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
-    return bool(difference < _MAX_DIFFERENCE.get(model.dtype, 5e-2))
+    return bool(difference < _MAX_DIFFERENCE.get(trial_dtype(model), 5e-2))

@@ -71,13 +71,16 @@ class MemoryEstimate(Settings):
     """Memory of the accelerator in gigabytes."""
     offloaded: float = 0
     """Gigabytes that are offloaded to the memory of the machine."""
+    is_loading: bool = False
+    """Whether the worker needs the most memory while it loads the model."""
 
     @property
     def text(self) -> str:
         """Sentence that states the needed and the available memory."""
         warning = "" if self.gigabytes < self.of else "; this does not fit"
         offload_note = f", and {self.offloaded:,.3g} GB of machine memory" if self.offloaded else ""
-        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB (without libraries)"
+        moment = "while it loads the model, " if self.is_loading else ""
+        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB ({moment}without libraries)"
         return f"{self.role} worker: {needed}{offload_note}{warning}"
 
 
@@ -187,6 +190,12 @@ def peak_memory_by_part(facts: Mapping[str, float], role: str) -> dict[str, floa
     }
 
 
+def loading_excess(parts: Mapping[str, float], facts: Mapping[str, float]) -> float:
+    """Return the bytes by which the peak of an update rank while it loads the policy exceeds its later peak, which is
+    the sum of `parts`. Return 0 if the later peak is higher."""
+    return max(0.0, facts.get("loading_peak_bytes", 0.0) - sum(parts.values()))
+
+
 def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     return MemoryEstimate(
         role=role, gigabytes=sum(peak_memory_by_part(facts, role).values()) / 1e9, of=kind.memory / 1e9
@@ -199,7 +208,11 @@ def _estimate_update_memory(update: UpdateConfig, facts: Mapping[str, float], ki
     parts = peak_memory_by_part(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
     offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)
-    total_bytes = sum(parts.values())
+    loading_bytes = loading_excess(parts, facts)
     return MemoryEstimate(
-        role="update", gigabytes=total_bytes / 1e9, of=kind.memory / 1e9, offloaded=offloaded_bytes / 1e9
+        role="update",
+        gigabytes=(sum(parts.values()) + loading_bytes) / 1e9,
+        of=kind.memory / 1e9,
+        offloaded=offloaded_bytes / 1e9,
+        is_loading=loading_bytes > 0,
     )

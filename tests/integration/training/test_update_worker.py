@@ -13,7 +13,8 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import open_store
 from models.config.data import FileData
-from models.config.objectives import NoKl, SequenceMean
+from models.config.divergence import NoKl
+from models.config.objectives import SequenceMean
 from models.config.optimizers import Adam8bit, Muon
 from models.config.training import WarmupConfig
 from models.data.problems import load_problems
