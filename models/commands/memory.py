@@ -9,7 +9,7 @@ from typing import Final
 
 from models.config.engines import BYTES
 from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_of
-from models.config.policy import ModelOutline
+from models.config.outline import ModelOutline
 
 GRADIENT_BYTES: Final = 4
 """Bytes per gradient value. Gradients are accumulated in float32 in every precision."""

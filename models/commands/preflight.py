@@ -34,7 +34,8 @@ from models.config.data import DataConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
-from models.config.policy import ModelOutline, PolicyConfig
+from models.config.outline import ModelOutline
+from models.config.policy import PolicyConfig
 from models.config.preferences import PreferencesConfig
 from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig

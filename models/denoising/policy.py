@@ -15,7 +15,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path
 from models.config.denoising import DenoisingConfig
-from models.config.policy import DiffusionPolicy, ModelOutline, ModelShape, ScratchDiffusionPolicy
+from models.config.outline import ModelOutline
+from models.config.policy import DiffusionPolicy, ModelShape, ScratchDiffusionPolicy
 from models.denoising.families import (
     CLIP_TOKENS,
     DenoiserFamily,

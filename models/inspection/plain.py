@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.config.policy import ModelOutline, ModelShape, ScratchPolicy
+from models.config.outline import ModelOutline
+from models.config.policy import ModelShape, ScratchPolicy
 from models.text.tokenizer import load_tokenizer
 
 Shape = tuple[int, ...]

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
 from infra.store.storage import Store
 from models.config.lora import LoraConfig
-from models.config.policy import ModelOutline
+from models.config.outline import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute
 from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS

@@ -66,6 +66,22 @@ def test_an_update_gives_the_same_bits_repeated_and_in_a_new_worker(uri, policy,
 
 
 @pytest.mark.parametrize(
+    ("settings", "measures_rounding"),
+    [
+        ({"dtype": "bfloat16"}, False),
+        ({"dtype": "bfloat16", "zero_stage": 3}, False),
+        ({"dtype": "bfloat16", "reference_dtype": "float32"}, True),
+        ({}, False),
+    ],
+)
+def test_the_divergence_of_an_unchanged_policy_from_a_reference_in_the_same_precision_is_0(
+    uri, policy, settings, measures_rounding
+):
+    outcome = update_once(uri, policy, change(UNCLIPPED, **settings))
+    assert (outcome.metrics["kl"] != 0) == measures_rounding
+
+
+@pytest.mark.parametrize(
     ("settings", "saving"), [({}, AGAIN), ({"zero_stage": 3}, AGAIN), (HALF[2], AGAIN), *OFFLOADED]
 )
 def test_recomputing_layers_and_offloading_change_no_bit_of_an_update(uri, policy, settings, saving):
