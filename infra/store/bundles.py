@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.checksums import canonical_json
+from infra.store.checksums import canonical_json, digest_file
 from infra.store.shards import RETIRED, is_retired
 from infra.store.storage import Store, check_key
 
@@ -381,18 +381,14 @@ def _plain_dir(path: Path) -> bool:
 
 
 def _describe(path: Path) -> BundledFile:
-    return BundledFile(digest=_digest(path), bytes=path.stat().st_size)
+    return BundledFile(digest=digest_file(path), bytes=path.stat().st_size)
 
 
 def _stored_digest(store: Store, key: str) -> str:
     """Return the digest of the content of a stored object. Raises Damaged if the object is missing."""
     while True:
         with suppress(FileNotFoundError):  # deleted after it was located: the next attempt raises Damaged
-            return _digest(store.local_path(key))
-
-
-def _digest(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest()
+            return digest_file(store.local_path(key))
 
 
 def _describe_size(count: int | None) -> str:

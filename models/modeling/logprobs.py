@@ -4,6 +4,7 @@ Shapes: B rows, T padded width, N completion tokens, C completion tokens of a ch
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -31,8 +32,9 @@ from models.modeling.shared_prompts import (
     set_attention,
     shared_states,
     supports_sequence_parallelism,
+    uses_attention_kernel,
 )
-from models.modeling.trials import trial_weights
+from models.modeling.trials import trial_weights, trials_in
 from models.modeling.trunk import find_trunk
 from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
@@ -140,7 +142,8 @@ class TokenModule(nn.Module):
         replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(
             group.size, what=kind
         )
-        with trial_weights(self.model):
+        trial = trials_in(self.model.dtype) if uses_attention_kernel(self.model) else nullcontext()
+        with trial, trial_weights(self.model):
             matches = matches_padded_rows(self.model, sequence_parallel_group=group)
         if not matches:
             raise BadInput(
@@ -218,7 +221,11 @@ class TokenModule(nn.Module):
         else:
             output = find_trunk(self.model)(input_ids=inputs.tokens_BT, use_cache=False, **options)
             states_LH = output.last_hidden_state.flatten(0, 1)
-        states_NH = states_LH.index_select(0, inputs.positions_N)
+        # The end of a shared prompt is repeated. On GPUs, index_select would add its gradients in a random order.
+        if states_LH.is_cuda:
+            states_NH = states_LH[inputs.positions_N]
+        else:
+            states_NH = states_LH.index_select(0, inputs.positions_N)
         # Every rank needs gradients of the same parameters.
         if image_states is not None and image_states.zero_term is not None:
             states_NH = states_NH + image_states.zero_term.to(states_NH.dtype)

@@ -1,12 +1,12 @@
 """Weights in trials: short forward passes that find out how a model computes, before it is trained.
 
 A trial compares numbers with narrow tolerances, so its result must not depend on the dtype in which weights are loaded.
-Inside `float32_trials`, a module's parameters are read as float32, one tensor at a time. Parameters that ZeRO-3 shards
+Inside `float32_trials`, a module's parameters are read in float32, one tensor at a time. Parameters that ZeRO-3 shards
 over the ranks are gathered when they are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Final
 
@@ -17,30 +17,36 @@ from transformers import PreTrainedModel
 from models.modeling.trunk import find_trunk
 
 KEPT_TENSORS: Final = 2
-"""Number of float32 tensors that are kept at a time. The tokens of an expert alternate between two parameters that hold
+"""Number of tensors that are kept at a time. The tokens of an expert alternate between two parameters that hold
 all experts of a layer."""
-_IN_FLOAT32: Final = ContextVar("_IN_FLOAT32", default=False)
+_DTYPE: Final = ContextVar[torch.dtype | None]("_DTYPE", default=None)
 
 
 @contextmanager
-def float32_trials() -> Iterator[None]:
-    """Run the block with trials that compute in float32, whatever the dtype of the weights. Collective if the weights
+def trials_in(dtype: torch.dtype) -> Iterator[None]:
+    """Run the block with trials that compute in `dtype`, whatever the dtype of the weights. Collective if the weights
     are sharded: every rank must then run the same trials."""
-    token = _IN_FLOAT32.set(True)
+    token = _DTYPE.set(dtype)
     try:
         yield
     finally:
-        _IN_FLOAT32.reset(token)
+        _DTYPE.reset(token)
+
+
+def float32_trials() -> AbstractContextManager[None]:
+    """Return a context with trials that compute in float32, like `trials_in`."""
+    return trials_in(torch.float32)
 
 
 @contextmanager
 def trial_weights(model: nn.Module) -> Iterator[None]:
-    """Run the block, which is a trial of this model. Inside `float32_trials`, modules read their parameters in float32.
-    Otherwise they read them as they are."""
-    if not _IN_FLOAT32.get() or all(map(_is_float32, model.parameters())):
+    """Run the block, which is a trial of this model. Inside `trials_in`, modules read their parameters in the dtype of
+    the trials. Otherwise they read them as they are."""
+    dtype = _DTYPE.get()
+    if dtype is None or all(each.dtype == dtype and not is_sharded(each) for each in model.parameters()):
         yield
         return
-    read = _Reader()
+    read = _Reader(dtype)
     before = [(module, module._parameters) for module in model.modules() if module._parameters]
     for module, parameters in before:
         module._parameters = _ReadParameters(parameters, read)
@@ -66,7 +72,7 @@ def computes_in_float32(model: PreTrainedModel) -> bool:
 
 def trial_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype in which the trials of a model compute."""
-    return torch.float32 if _IN_FLOAT32.get() else model.dtype
+    return _DTYPE.get() or model.dtype
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -81,17 +87,17 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 
 class _Reader:
-    """Function that returns the values of a parameter in float32, and keeps those of the latest parameters."""
+    """Function that returns the values of a parameter in a dtype, and keeps those of the latest parameters."""
 
-    def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._kept = dtype, dict[int, Tensor]()
 
     def __call__(self, parameter: nn.Parameter) -> Tensor:
         """Return the values of a parameter. Collective if the parameter is sharded and not kept."""
         if id(parameter) not in self._kept:
             if len(self._kept) == KEPT_TENSORS:
                 del self._kept[next(iter(self._kept))]
-            self._kept[id(parameter)] = _read_in_float32(parameter)
+            self._kept[id(parameter)] = _read(parameter, self._dtype)
         return self._kept[id(parameter)]
 
 
@@ -107,15 +113,12 @@ class _ReadParameters(dict[str, nn.Parameter | None]):
         return None if parameter is None else self._read(parameter)  # type: ignore[return-value]
 
 
-def _is_float32(parameter: nn.Parameter) -> bool:
-    return parameter.dtype == torch.float32 and not is_sharded(parameter)
+def _read(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Return the values of a parameter in `dtype`, except integers. Collective if the parameter is sharded."""
+    wanted = dtype if parameter.is_floating_point() else parameter.dtype
+    if not is_sharded(parameter):
+        return parameter.detach().to(wanted)
+    import deepspeed
 
-
-def _read_in_float32(parameter: nn.Parameter) -> Tensor:
-    """Return the values of a parameter in float32. Collective if the parameter is sharded."""
-    if is_sharded(parameter):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().to(torch.float32, copy=True)
-    return parameter.detach().float() if parameter.is_floating_point() else parameter
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().to(wanted, copy=True)
