@@ -5,7 +5,7 @@ import pytest
 from infra.pools.fleet import Fleet
 from infra.pools.threads import ThreadLauncher
 from infra.pools.worker import PoolSpec
-from tasks.config.gpus import find_memory_conflicts, kept_rank_bytes
+from tasks.config.gpus import find_default_float32, find_memory_conflicts, kept_rank_bytes
 from tasks.placement.stage import reserve_shared_gpus
 from tasks.run.open_run import OpenRun
 from tests.support.configurations import accepted
@@ -25,6 +25,23 @@ SHARED = ("rollout.engine.kind=vllm", "pools.gpus_per_worker=1", "pools.gpus_per
 
 def conflicts(*overrides, memory=1000.0):
     return [*find_memory_conflicts(accepted(*SHARED, *overrides), FACTS, memory)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (("pools.gpus_per_update_rank=1",), "Set update.dtype = 'bfloat16', or"),
+        (("pools.gpus_per_worker=1",), "Set rollout.engine.dtype = 'bfloat16', or"),
+        (SHARED, "Set update.dtype = 'bfloat16' and rollout.engine.dtype = 'bfloat16', or"),
+        ((*SHARED, "update.dtype=bfloat16"), "Set rollout.engine.dtype = 'bfloat16', or"),
+        ((*SHARED, "update.dtype=float32", "rollout.engine.dtype=float32"), None),
+        ((*SHARED, "rollout.engine.base_urls=['http://127.0.0.1:8000']", "update.dtype=bfloat16"), None),
+        ((), None),
+    ],
+)
+def test_the_cost_of_float32_is_named_if_a_policy_uses_it_on_gpus_by_default(overrides, advice):
+    note = find_default_float32(accepted(*overrides))
+    assert note is None if advice is None else advice in note
 
 
 def test_a_rank_keeps_its_state_but_no_activations():
