@@ -145,8 +145,9 @@ def _words(process):
         return []
 
 
-def test_no_process_survives_the_sigkill_of_a_server_in_the_foreground(directory):
-    words = ["engine", "serve", "vllm", str(directory), "cache_gib=0.1", "max_batch_rows=8"]
+def test_no_process_survives_the_sigkill_of_a_server_that_serves_a_model_of_the_hub_in_the_foreground(directory, hub):
+    hub.add("team/tiny", directory)
+    words = ["engine", "serve", "vllm", "team/tiny", "cache_gib=0.1", "max_batch_rows=8"]
     program = f"import sys; from flows.cli.app import main; sys.exit(main({words!r}))"
     serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
