@@ -14,13 +14,20 @@ from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.inputs import format_path
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
-from tasks.config.gpus import find_memory_conflicts, gpu_layout
+from tasks.config.gpus import find_default_float32, find_memory_conflicts, gpu_layout, library_bytes
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
 from tasks.run.hub_inputs import describe_hub_inputs
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
-from tasks.views.estimate import DeviceEstimate, accelerator, estimate, loading_excess, peak_memory_by_part
+from tasks.views.estimate import (
+    DeviceEstimate,
+    accelerator,
+    estimate,
+    list_loading_notes,
+    loading_excess,
+    peak_memory_by_part,
+)
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -173,16 +180,9 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"but this machine has {available_gpus}. The run could not start here. Lower these settings, or set "
             "pools.ray_address to a cluster with enough GPUs."
         )
-    if "loads_whole" in facts:
-        yield (
-            "update.zero_stage is 3, but each update rank loads the whole policy before it is sharded, because the "
-            "policy is a text-to-image model or is stored in a quantized format. The estimate of memory includes this."
-        )
-    if config.update.zero_stage == 3 and config.scoring.trained_reward_models:
-        yield (
-            "update.zero_stage is 3, but reward models that are trained from preferences are built as a whole in "
-            "float32 on each update rank before they are sharded."
-        )
+    yield from list_loading_notes(config, facts)
+    if (precision_note := find_default_float32(config)) is not None:
+        yield precision_note
     if minibatches > prompts:
         yield (
             f"update.minibatches is {minibatches}, but an iteration has {format_count(prompts, 'prompt')}, so it "
@@ -378,6 +378,7 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
     if not config.pools.gpus_per_update_rank:  # on CPUs nothing is offloaded
         return _format_memory(facts, "update")
     writing = ("writing",) if "update_writing_bytes" in facts else ()  # ranks on GPUs copy weights to machine memory
+    facts = facts | library_bytes(config.update, facts, ranks=config.pools.update_ranks)
     return _format_memory(facts, "update", offloaded=(*config.update.offloaded, *writing))
 
 
@@ -395,4 +396,4 @@ def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, 
         if offloaded_parts
         else ""
     )
-    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted){addition}"
+    return f"{sum(parts.values()):,.1f} MiB ({detail}{'' if 'cuda' in parts else '; libraries not counted'}){addition}"

@@ -20,9 +20,9 @@ from infra.store.bundles import (
     publish_bundle,
     sync_bundle,
     verify_while_reading,
-    write_hashed,
 )
 from infra.store.checksums import digest_file
+from infra.store.file_writer import write_hashed
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 from tests.support.stores import RacedStore, flip_bit, read_files, write_files
