@@ -12,7 +12,15 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
+from infra.store.bundles import (
+    BundledFile,
+    BundleRef,
+    describe_bundle,
+    describe_stored_files,
+    fetch_bundle,
+    has_bundle,
+    publish_bundle,
+)
 from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
@@ -64,7 +72,7 @@ def publish_version(
         if ranks.rank == 0:
             prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
             if not trainer.trains_adapters:
-                _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
+                files = {**files, **_add_files_beside_weights(store, parent.weights, scratch)}
             if put == "not":
                 bundle = describe_bundle(scratch, written_files=files).ref(prefix)
             else:
@@ -74,17 +82,19 @@ def publish_version(
         return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
 
 
-def _copy_beside_weights(parent: Path, directory: Path) -> None:
-    """Copy the tokenizer and other files of the version in `parent`, except weights and files that already exist in
-    `directory`."""
+def _add_files_beside_weights(store: Store, weights: BundleRef, directory: Path) -> dict[str, BundledFile]:
+    """Add the tokenizer and other files of the version with these weights, except weights and files that already exist
+    in `directory`. Return the digest and size of each file that need not be read again."""
+    parent = fetch_bundle(store, weights)
     if is_pipeline(parent):
-        link_frozen_parts(parent, directory)
-        return
+        linked, files = link_frozen_parts(parent, directory), describe_stored_files(store, weights)
+        return {name: files[name] for name in linked}
     for source in sorted(path for path in parent.iterdir() if path.is_file()):
         target = directory / source.name
         if source.name != "bundle.json" and not source.name.endswith(_WEIGHTS) and not target.exists():
             shutil.copyfile(source, target)
     copy_named_templates(parent, directory)
+    return {}
 
 
 logger = logging.getLogger(__name__)
