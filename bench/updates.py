@@ -1,0 +1,238 @@
+"""Updates of one rank by the real update worker: seconds, utilization, memory and repeatability by attention.
+
+Needs no network, Ray or Prefect. On a GPU the policy has the shape of Qwen3-0.6B, in bfloat16. Without a GPU the same
+code runs with a tiny policy in float32, whose figures have no meaning. `BENCH_UPDATES_SIZE=tiny` chooses the tiny
+policy on a GPU too.
+"""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.torch import load_file
+
+from bench.decoders import QWEN3_0_6B, TINY, Decoder, DType, write_decoder
+from bench.device import measure_device, peak_flops
+from bench.tables import Table
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.shards import ShardRef, write_shard
+from infra.store.storage import open_store
+from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from models.config.algorithms import Grpo
+from models.config.objectives import KlPenalty, UpdateConfig
+from models.inspection.plain import DecoderSizes
+from models.records.schemas import SAMPLE_SCHEMA
+from models.records.versions import ModelVersion, Outcome
+from models.records.work import UpdateWork
+from models.workers.update import UpdateWorker
+from placement.roofline import Generated, compute_utilization, shared_flops
+
+SIZE_VARIABLE = "BENCH_UPDATES_SIZE"
+GROUP = 8
+"""Completions of each prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Policy and samples of the benchmark."""
+
+    decoder: Decoder
+    dtype: DType
+    prompts: int
+    prompt_tokens: int
+    completion_tokens: int
+    """Maximum length of a completion. Lengths are sampled uniformly from a quarter of it up to it."""
+    microbatch_tokens: int
+
+
+LARGE = Size(QWEN3_0_6B, "bfloat16", 16, 512, 1024, 16384)
+SMALL = Size(TINY, "float32", 4, 16, 64, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute the update."""
+
+    name: str
+    settings: dict[str, object]
+    is_deterministic: bool = False
+
+
+VARIANTS = (
+    Variant("auto", {}),
+    Variant("auto, layers recomputed", {"activation_checkpointing": True}),
+    Variant("sdpa", {"attention": "sdpa"}),
+    Variant("sdpa, deterministic kernels", {"attention": "sdpa"}, is_deterministic=True),
+    Variant("varlen", {"attention": "varlen"}),
+    Variant("varlen, deterministic kernels", {"attention": "varlen"}, is_deterministic=True),
+    Variant("auto, reference for KL", {"kl": KlPenalty(coefficient=0.01)}),
+    Variant("auto, ZeRO 3", {"zero_stage": 3}),
+)
+
+
+def measure() -> Iterator[Table]:
+    """Measure updates of each variant, each twice from the same policy. The second one is timed."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic kernels of cuBLAS require
+    has_gpu = torch.cuda.is_available()
+    size = LARGE if has_gpu and os.environ.get(SIZE_VARIABLE) != "tiny" else SMALL
+    device = measure_device(size.dtype, threads=1)
+    peak = (peak_flops(device.name) if size.dtype == "bfloat16" else None) or device.flops
+    with tempfile.TemporaryDirectory() as folder:
+        uri = f"{folder}/store"
+        write_decoder(Path(folder, "policy"), size.decoder, dtype=size.dtype)
+        policy = ModelVersion(0, publish_bundle(open_store(f"{uri}/run"), Path(folder, "policy"), prefix="policies"))
+        lengths, samples = _write_samples(uri, size)
+        generated = Generated(prompts=(size.prompt_tokens,) * size.prompts, lengths=lengths)
+        flops = 3 * shared_flops(size.decoder, generated)  # the backward pass takes twice the forward pass
+        rows = []
+        for variant in VARIANTS:
+            if not has_gpu and "varlen" in variant.name:
+                continue
+            rows.append(_measure_variant(uri, policy, samples, size, variant, flops=flops, peak=peak))
+    yield Table(
+        f"updates of a {size.decoder.name} policy in {size.dtype} on {device.name}: "
+        f"{size.prompts * GROUP} completions, "
+        f"{generated.trained_tokens:,} tokens, micro-batches of {size.microbatch_tokens:,} tokens",
+        (
+            "variant",
+            "load s",
+            "log-probs s",
+            "steps s",
+            "save s",
+            "utilization",
+            "peak GiB",
+            "estimate GiB",
+            "repeated",
+        ),
+        tuple(rows),
+        (
+            "utilization: floating-point operations of the steps (recomputed layers not counted) over the peak of the "
+            "device",
+            "repeated: distance between the weights of an update and of its repetition, over the length of the update",
+        ),
+    )
+
+
+def _measure_variant(
+    uri: str,
+    policy: ModelVersion,
+    samples: ShardRef,
+    size: Size,
+    variant: Variant,
+    *,
+    flops: float,
+    peak: float,
+) -> tuple[str | float, ...]:
+    """Return the row of one variant."""
+    config = UpdateConfig(
+        learning_rate=1e-4,
+        minibatches=1,
+        microbatch_tokens=size.microbatch_tokens,
+        dtype=size.dtype,
+        **variant.settings,  # type: ignore[arg-type]
+    )
+    torch.use_deterministic_algorithms(variant.is_deterministic)
+    outcomes = []
+    try:
+        for _ in range(2):
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            outcomes.append(_update(uri, config, policy, samples))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    used = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    seconds = outcomes[1].timings
+    return (
+        variant.name,
+        *(seconds.get(name, 0.0) for name in ("load", "logprobs", "steps", "save")),
+        compute_utilization(flops, seconds["steps"], peak=peak),
+        used,
+        _estimate_bytes(config, size) / 2**30,
+        _compare(uri, policy, *(outcome.model for outcome in outcomes)),
+    )
+
+
+def _update(uri: str, config: UpdateConfig, policy: ModelVersion, samples: ShardRef) -> Outcome:
+    """Update the policy once in a new worker."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    worker = UpdateWorker(uri, "run", update=config, algorithm=Grpo(), temperature=1.0, denoising=None, threads=1)
+    worker.join(0, 1, "127.0.0.1", port)
+    work = UpdateWork(
+        iteration=0,
+        policy=policy,
+        reference=policy,
+        samples=(samples,),
+        total_iterations=2,
+        seed=0,
+        kl_coefficient=0.01,
+        keeps_state=False,
+    )
+    try:
+        return worker.update(work)
+    finally:
+        worker.close()
+
+
+def _estimate_bytes(config: UpdateConfig, size: Size) -> float:
+    """Return the peak memory of the update as `rheostat plan` estimates it."""
+    decoder = size.decoder
+    sizes = DecoderSizes(
+        "qwen3",
+        decoder.vocabulary,
+        decoder.hidden_size,
+        decoder.intermediate_size,
+        decoder.layers,
+        decoder.heads,
+        decoder.kv_heads,
+        decoder.head_dim,
+        decoder.context,
+    )
+    model, longest = sizes.outline(), size.prompt_tokens + size.completion_tokens
+    held = resident_bytes(config, model, ranks=1)
+    held.pop("trained_parameters")
+    batch = MicrobatchSizes.compute(config, longest=longest, completions=size.prompts * GROUP, ranks=1)
+    added = microbatch_bytes(config, model, batch, held=sum(held.values()))
+    return sum(held.values()) + added["update_activations_bytes"] + added["update_head_bytes"]
+
+
+def _compare(uri: str, start: ModelVersion, first: ModelVersion, second: ModelVersion) -> float:
+    """Return the distance between two versions, divided by the distance of the first from the start."""
+    before, one, two = (
+        load_file(fetch_bundle(open_store(f"{uri}/run"), version.weights) / "model.safetensors")
+        for version in (start, first, second)
+    )
+    moved = sum(float((one[name].float() - each.float()).square().sum()) for name, each in before.items())
+    apart = sum(float((one[name].float() - each.float()).square().sum()) for name, each in two.items())
+    return float((apart / moved) ** 0.5)
+
+
+def _write_samples(uri: str, size: Size) -> tuple[tuple[tuple[int, ...], ...], ShardRef]:
+    """Write random samples. Return the lengths of the completions of each prompt in tokens, and the shard."""
+    rng, rows, lengths = np.random.default_rng(0), [], []
+    for prompt in range(size.prompts):
+        shared = rng.integers(2, size.decoder.vocabulary, size.prompt_tokens).tolist()
+        drawn = rng.integers(size.completion_tokens // 4, size.completion_tokens + 1, GROUP).tolist()
+        lengths.append(tuple(drawn))
+        for sample, length in enumerate(drawn):
+            rows.append(
+                {
+                    "prompt_row": prompt,
+                    "sample": sample,
+                    "tokens": shared + rng.integers(2, size.decoder.vocabulary, length).tolist(),
+                    "num_prompt_tokens": len(shared),
+                    "logprobs": (-np.log(size.decoder.vocabulary) + 0.1 * rng.normal(size=length)).tolist(),
+                    "advantages": [float(rng.normal())] * length,
+                    "staleness": [0] * length,
+                }
+            )
+    table = pa.Table.from_pylist(rows, SAMPLE_SCHEMA)
+    shard = write_shard(open_store(f"{uri}/run"), table, kind="samples", metadata={})
+    return tuple(lengths), shard
