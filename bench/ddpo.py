@@ -25,8 +25,8 @@ from bench.ddpo_rheostat import denoising_of
 from bench.ddpo_workload import DrawingWorkload, EpochCost, start_trainer
 from bench.tables import Table
 from infra.errors import BadInput
-from models.denoising.families import select_conditions
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.policy import byte_tokenizer
 from models.denoising.samplers import transition
 from models.denoising.steps import GenerationSetup
@@ -122,7 +122,7 @@ def read_logprobs(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
     model = load_denoiser(workload.pipeline).eval()
     states, following, theirs_NT = (torch.from_numpy(trail[name]) for name in ("latents", "next_latents", "log_probs"))
     count = len(states)
-    condition = select_conditions([setup.prompts.encode(text) for text in trail["prompts"].tolist()], range(count))
+    condition = setup.prompts.select(trail["prompts"].tolist(), range(count))
     empty_condition, predictions = setup.encode_empty_prompt(count, model), []
     for step in range(workload.steps):
         steps_N, x_ND = torch.full((count,), step), states[:, step].flatten(1)

@@ -21,7 +21,7 @@ from tasks.rescoring import (
     seal_rescoring,
     start_reward_models,
 )
-from tasks.run.rescorings import DerivedResult, Recredit, Rescoring, rescored_batches
+from tasks.run.rescorings import DerivedResult, Recredit, Rescoring, rescored_batches, with_rescoring_commits
 
 
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
@@ -29,8 +29,9 @@ async def rescore(request: Rescoring) -> None:
     """Score stored rollouts of a run again with other rewards, for the selected iterations. If the flow is started
     again, it only scores the missing iterations."""
     derived = DerivedResult("rescore", request.name)
-    async with reopen_run(request.config, has_new_rewards=True) as open_run:
-        await begin_rescoring(open_run, derived)
+    config = await asyncio.to_thread(with_rescoring_commits, request.config, derived)
+    async with reopen_run(config, has_new_rewards=True) as open_run:
+        await begin_rescoring(open_run, derived, request.config.scoring)
         remaining = await find_remaining_iterations(open_run, derived, request.iterations)
         if not remaining:
             return

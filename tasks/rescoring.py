@@ -17,6 +17,7 @@ from placement.records import Plan
 from tasks.credit import check_verdicts, compute_credit
 from tasks.placement.demand import workers_per_role
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
+from tasks.run.hub_inputs import base_commits, hub_commits
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.open_run import OpenRun
@@ -39,11 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 @stage("begin {derived.name}")
-async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
-    """Store the rewards with which stored rollouts are scored again. Raises RunChanged if a rescoring of this name was
-    begun with other rewards or other code."""
-    scoring = open_run.settings.scoring
-    _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
+async def begin_rescoring(open_run: OpenRun, derived: DerivedResult, scoring: ScoringConfig) -> None:
+    """Store the rewards with which stored rollouts are scored again, as the user wrote them (`scoring`), and the
+    commits of their models on the Hugging Face Hub. Raises RunChanged if a rescoring of this name was begun with other
+    rewards or other code."""
+    used = open_run.settings.scoring
+    commits = hub_commits(used) | base_commits(used)
+    dependencies = rescoring_dependencies(used).model_copy(update={"hub": commits})
+    _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), dependencies)
 
 
 @stage("begin {derived.name}")

@@ -32,6 +32,7 @@ from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig, override_config
 from tasks.run.batch import check_rollouts_kept, iterations_with_rollouts
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
+from tasks.run.hub_inputs import with_hub_commits
 from tasks.run.iteration import carry_over_before
 from tasks.run.keys import StageKey
 from tasks.run.preflight import mark_as_checked, preflight
@@ -45,6 +46,7 @@ from tasks.run.rescorings import (
     recorded_terms,
     rescoring_terms,
     sealed_numbers,
+    with_rescoring_commits,
 )
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import known_rescoring, open_known_run
@@ -139,6 +141,7 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
             iterations=0,
         )
     )
+    terms = with_hub_commits(terms, run)
     own, needs, has = (
         recorded_terms(run).algorithm,
         required_models(terms.algorithm),
@@ -312,7 +315,7 @@ def rescore_here(request: Rescoring) -> None:
     are skipped. Raises BadInput before anything is written or started if an input is invalid."""
     derived = DerivedResult("rescore", request.name)
     if _has_remaining(request, derived):
-        asyncio.run(preflight(request.config, part="scoring"))
+        asyncio.run(preflight(with_rescoring_commits(request.config, derived), part="scoring"))
         with mark_as_checked(), _open_prefect(request, derived):
             from flows.rescoring import rescore
 

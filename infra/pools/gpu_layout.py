@@ -45,6 +45,12 @@ class GpuLayout:
         """Whether the ranks use the GPUs of the worker slots."""
         return self.takes_turns and self.per_slot > 0 and self.per_rank > 0
 
+    def may_share_gpus(self, slots: int) -> bool:
+        """Return whether a rank can be on a GPU that one of `slots` worker slots also uses: if the ranks use the GPUs
+        of the slots, or if Ray may put a single rank with a fraction of a GPU next to slots."""
+        fits_gap = self.ranks == 1 and 0 < self.per_rank <= self._largest_gap(slots) + ROUNDING
+        return self.shares_gpus or fits_gap
+
     @property
     def per_separate_rank(self) -> float:
         """Number of GPUs to reserve for a rank that uses no GPU of a slot. If there are several ranks, this is 1,
@@ -83,7 +89,7 @@ class GpuLayout:
             usable = slot_gpus // self.ranks_per_node * self.ranks_per_node
             return slot_gpus + max(0, self.ranks - usable)
         slot_gpus, rank_gpus = self.count_slot_gpus(slots), self.ranks if self.per_rank else 0
-        if self.ranks == 1 and self.per_rank <= self._largest_gap(slots) + ROUNDING:
+        if self.may_share_gpus(slots):
             rank_gpus = 0
         return slot_gpus + rank_gpus
 

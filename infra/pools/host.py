@@ -106,11 +106,13 @@ class Host:
     """Object in a worker's process through which a pool uses the worker. It creates the worker, calls its methods, and
     reports its state."""
 
-    def __init__(self, *, asleep: bool = False) -> None:
-        """Create a host without a worker. With `asleep`, the host accepts no work until `wake` is called."""
+    def __init__(self, *, asleep: bool = False, shares_gpu: bool = False) -> None:
+        """Create a host without a worker. With `asleep`, the host accepts no work until `wake` is called. With
+        `shares_gpu`, the worker releases unused GPU memory after each method."""
         self._worker: Hosted | None = None
         self._inputs: WorkInputs | None = None
         self._asleep = asleep
+        self._shares_gpu = shares_gpu
         add_target_folders()  # records passed to the worker may contain users' classes
 
     def place(self) -> ProcessPlace:
@@ -143,7 +145,8 @@ class Host:
         return _capture_result(load)
 
     def run(self, method: str, arguments: tuple[object, ...]) -> Returned | Raised:
-        """Run one method of the worker. If the method raises an exception, it is returned as `Raised`."""
+        """Run one method of the worker. If the method raises an exception, it is returned as `Raised`. If the worker
+        shares its GPU, its method `release_unused_memory` is called afterwards, also after an exception."""
 
         def work() -> object:
             if self._asleep:
@@ -153,7 +156,11 @@ class Host:
                 )
             if self._inputs is not None:
                 self._inputs.download(arguments)
-            return self._call(method, *arguments)
+            try:
+                return self._call(method, *arguments)
+            finally:
+                if self._shares_gpu:
+                    self._call("release_unused_memory")
 
         return _capture_result(work)
 

@@ -62,7 +62,7 @@ class WorkerThread:
         self.place = _here()
         self._spec = spec
         self._stalled = False
-        self._host = Host(asleep=asleep)
+        self._host = Host(asleep=asleep, shares_gpu=spec.shares_gpu)
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)

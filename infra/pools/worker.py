@@ -63,6 +63,8 @@ class PoolSpec:
     threads: int = 1
     gpus: float = 0
     """Number of GPUs reserved per worker. If 0, no GPU is visible to the worker."""
+    shares_gpu: bool = False
+    """Whether other workers use the same GPU in turn. A worker then releases unused GPU memory after each method."""
     start_seconds: float = 180
     stall_seconds: float = 300
     """Time in seconds after which a worker whose method `progress()` returns the same value is considered stalled."""
@@ -269,7 +271,7 @@ async def start_worker(
         if reservation is None
         else PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=reservation.index),
     )
-    making = asyncio.ensure_future(run_apart(lambda: host.remote(asleep=asleep)))
+    making = asyncio.ensure_future(run_apart(lambda: host.remote(asleep=asleep, shares_gpu=spec.shares_gpu)))
     try:
         async with asyncio.timeout(spec.start_seconds):
             actor = await asyncio.shield(making)

@@ -133,10 +133,11 @@ def recorded_config(run: Run) -> dict[str, object]:
     return {key: place_texts(value, folder) for key, value in document.items()}
 
 
-def recorded_commits(run: Run) -> dict[str, str]:
+def recorded_commits(run: Run, prefix: str = "") -> dict[str, str]:
     """Return the commits that a run has recorded for models and datasets on the Hugging Face Hub. Keys are those of
-    `HubPath.key`, such as `model Qwen/Qwen3-0.6B`."""
-    records = dependency_records(run)
+    `HubPath.key`, such as `model Qwen/Qwen3-0.6B`. `prefix` selects the commits of a derived result, such as a
+    rescoring."""
+    records = dependency_records(run, prefix)
     return records[-1].dependencies.hub if records else {}
 
 

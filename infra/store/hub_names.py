@@ -72,8 +72,12 @@ def is_hub_name(text: str) -> bool:
     >>> [is_hub_name(text) for text in ("Qwen/Qwen3-0.6B", "data/train.jsonl", "./models/policy", "a/b/c")]
     [True, False, False, False]
     """
-    name = text.partition("@")[0]
-    return _NAME.fullmatch(text) is not None and not name.lower().endswith(_FILE_SUFFIXES)
+    return _NAME.fullmatch(text) is not None and not has_file_suffix(text.partition("@")[0])
+
+
+def has_file_suffix(name: str) -> bool:
+    """Return whether a name ends with the suffix of a file of data, weights or text, such as `.jsonl`."""
+    return name.lower().endswith(_FILE_SUFFIXES)
 
 
 def parse_hub_name(text: str, kind: HubKind) -> HubAddress:

@@ -373,14 +373,13 @@ def fetch_path(path: Path) -> Path:
     BadInput if the file or directory does not exist.
     """
     base = recorded_base(path)
-    if not is_remote(path):
-        if base:
-            find_hub_base(path, base)
-        return path
     if is_on_hub(path):
         folder = fetch_snapshot(parse_hub_address(format_path(path)), base)
-        return with_base(folder, base) if base else folder
-    return remote_files.fetch_address(format_path(path))
+    else:
+        folder = remote_files.fetch_address(format_path(path)) if is_remote(path) else path
+        if base:
+            find_hub_base(folder, base)
+    return with_base(folder, base) if base else folder
 
 
 def has_run(path: Path) -> bool:

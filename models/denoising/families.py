@@ -73,9 +73,9 @@ class DenoiserFamily:
     """Folder with the denoiser's weights inside a pipeline's directory."""
     prediction_type: Literal["velocity", "noise"]
     """Quantity that the denoiser is trained to predict: the velocity or the noise."""
-    encode: Callable[[Any, str, int | None], Condition]
-    """Function that encodes a prompt, given a pipeline, the prompt, and the maximum number of tokens for the encoder
-    with the highest limit (None for the default)."""
+    encode: Callable[[Any, str, int | None, torch.device], Condition]
+    """Function that encodes a prompt, given a pipeline, the prompt, the maximum number of tokens for the encoder with
+    the highest limit (None for the default), and the device of the encoders."""
     predict: Predict
     """Function that runs the denoiser on a batch of states (noisy latents)."""
     limits: tuple[PromptLimit, ...]
@@ -193,9 +193,9 @@ def process_tree(pipeline: str, denoiser: str) -> DenoiserFamily:
 
 
 # ---- Stable Diffusion 3
-def _encode_sd3(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401 -- diffusers has no types
+def _encode_sd3(pipe: Any, prompt: str, tokens: int | None, device: torch.device) -> Condition:  # noqa: ANN401
     states, _, pooled, _ = pipe.encode_prompt(
-        prompt, prompt, prompt, "cpu", do_classifier_free_guidance=False, max_sequence_length=tokens or 256
+        prompt, prompt, prompt, device, do_classifier_free_guidance=False, max_sequence_length=tokens or 256
     )
     return {"states": states, "pooled": pooled}
 
@@ -214,8 +214,8 @@ def _predict_sd3(
 
 
 # ---- FLUX
-def _encode_flux(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
-    states, pooled, _ = pipe.encode_prompt(prompt, prompt, "cpu", max_sequence_length=tokens or 512)
+def _encode_flux(pipe: Any, prompt: str, tokens: int | None, device: torch.device) -> Condition:  # noqa: ANN401
+    states, pooled, _ = pipe.encode_prompt(prompt, prompt, device, max_sequence_length=tokens or 512)
     return {"states": states, "pooled": pooled}
 
 
@@ -242,8 +242,8 @@ def _predict_flux(
 
 
 # ---- Qwen-Image
-def _encode_qwen(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
-    states, mask = pipe.encode_prompt(prompt, "cpu", max_sequence_length=tokens or 512)
+def _encode_qwen(pipe: Any, prompt: str, tokens: int | None, device: torch.device) -> Condition:  # noqa: ANN401
+    states, mask = pipe.encode_prompt(prompt, device, max_sequence_length=tokens or 512)
     if mask is None:  # if no token is padding
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
     return {"states": states, "mask": mask.bool()}
@@ -284,17 +284,17 @@ def _predict_qwen(
 
 
 # ---- UNets of Stable Diffusion 1, 2 and XL
-def _encode_unet(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
+def _encode_unet(pipe: Any, prompt: str, tokens: int | None, device: torch.device) -> Condition:  # noqa: ANN401
     encoded = pipe.encode_prompt(
-        prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+        prompt=prompt, device=device, num_images_per_prompt=1, do_classifier_free_guidance=False
     )
     return {"states": encoded[0]}
 
 
-def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
+def _encode_xl(pipe: Any, prompt: str, tokens: int | None, device: torch.device) -> Condition:  # noqa: ANN401
     """Encode a prompt for SDXL. An empty prompt is encoded as zeros if the pipeline's configuration says so."""
     states, _, pooled, _ = pipe.encode_prompt(
-        prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+        prompt=prompt, device=device, num_images_per_prompt=1, do_classifier_free_guidance=False
     )
     if not prompt and pipe.config.force_zeros_for_empty_prompt:
         states, pooled = torch.zeros_like(states), torch.zeros_like(pooled)

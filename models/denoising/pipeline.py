@@ -6,7 +6,7 @@ usually a VAE. Nothing is downloaded, and no code from a directory is run.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,19 +16,17 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from infra.errors import BadInput
-from infra.store.bundles import CONTENTS, Contents
+from infra.store.bundles import CONTENTS
 from models.config.denoising import DenoisingConfig
-from models.denoising.families import Condition, DenoiserFamily, PromptLimit, diffusers_class, process_tree
+from models.denoising.families import DenoiserFamily, PromptLimit, diffusers_class, process_tree
 from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
 from models.modeling.policy import lock_model_construction
 from models.modeling.weight_files import read_header
-from models.records.pictures import Picture, States, encode_picture
 
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
@@ -198,6 +196,30 @@ def load_part(model: PipelineOutline, part: str) -> Any:  # noqa: ANN401 -- what
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
 
 
+def load_text_encoders(model: PipelineOutline) -> Any:  # noqa: ANN401 -- diffusers has few types
+    """Load a pipeline with its text encoders and tokenizers, without VAE and denoiser. Raises BadInput if a component
+    cannot be loaded."""
+    named = [name for name, part in _read_object(model.directory / INDEX).items() if isinstance(part, list)]
+    parts: dict[str, Any] = {name: None for name in named if name not in model.parts or name == "vae"}
+    parts[model.family.folder] = build_denoiser_outline(model)  # pipelines read sizes from its configuration
+    with _loading(model, "text encoders"):
+        pipe = diffusers_class(model.pipeline).from_pretrained(
+            str(model.directory), **parts, use_safetensors=True, local_files_only=True
+        )
+    pipe.vae_scale_factor = model.pixels  # a pipeline with a VAE reads this from the VAE
+    return pipe
+
+
+def load_vae(model: PipelineOutline) -> Any | None:  # noqa: ANN401
+    """Load the VAE of a pipeline, or return None if the pipeline has none. Raises BadInput if it cannot be loaded."""
+    if model.vae is None:
+        return None
+    with _loading(model, "vae"):
+        return diffusers_class(str(model.vae["_class_name"])).from_pretrained(
+            str(model.directory / "vae"), use_safetensors=True, local_files_only=True
+        )
+
+
 def build_denoiser_outline(model: PipelineOutline) -> nn.Module:
     """Return the denoiser on the meta device: it has names and shapes of weights, but allocates no memory."""
     kind = diffusers_class(model.family.denoiser)
@@ -236,128 +258,6 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
     if absent := sorted(name for name in named if not (folder / name).is_file()):
         raise BadInput(f"{where}: the file {absent[0]} is missing in the folder {folder.name}. Copy the model again.")
     return [folder / name for name in sorted(named)]
-
-
-class PromptEncoder:
-    """Frozen text encoders of a pipeline, with a cache of the prompts encoded so far."""
-
-    def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
-        model = read_pipeline(directory)
-        absent = [name for name, part in _read_object(directory / INDEX).items() if isinstance(part, list)]
-        parts: dict[str, Any] = {name: None for name in absent if name not in model.parts or name == "vae"}
-        parts[model.family.folder] = build_denoiser_outline(
-            model
-        )  # pipelines read sizes from the denoiser's configuration
-        with _loading(model, "text encoders"):
-            pipe = diffusers_class(model.pipeline).from_pretrained(
-                str(directory), **parts, use_safetensors=True, local_files_only=True
-            )
-        pipe.vae_scale_factor = model.pixels  # a pipeline with a VAE reads this from the VAE
-        self._pipe, self._family, self._tokens, self._device = pipe, model.family, tokens, device
-        self._encoded: dict[str, Condition] = {}
-
-    def encode(self, prompt: str) -> Condition:
-        """Return the text conditioning of the denoiser for a prompt, as tensors on the denoiser's device."""
-        if prompt not in self._encoded:
-            if len(self._encoded) >= MAX_CACHED_PROMPTS:
-                self._encoded.clear()
-            with torch.no_grad():
-                condition = self._family.encode(self._pipe, prompt, self._tokens)
-            self._encoded[prompt] = {name: each.to(self._device) for name, each in condition.items()}
-        return self._encoded[prompt]
-
-
-MAX_CACHED_PROMPTS: Final = 4096
-"""Maximum number of prompts in the cache of a `PromptEncoder`."""
-
-
-class LatentDecoder:
-    """Converter from latents to images, which uses the VAE, or enlarges the latents if there is no VAE."""
-
-    def __init__(self, directory: Path, *, device: str | torch.device) -> None:
-        self._model, self._vae = read_pipeline(directory), None
-        if self._model.vae is not None:
-            with _loading(self._model, "vae"):
-                vae = diffusers_class(str(self._model.vae["_class_name"])).from_pretrained(
-                    str(directory / "vae"), use_safetensors=True, local_files_only=True
-                )
-            self._vae = vae.to(device).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def decode(self, latents_NCYX: Tensor, states: Sequence[States], seeds: Sequence[int]) -> list[Picture]:
-        """Convert latents to images one at a time, so that no image depends on the others of a batch."""
-        return [
-            encode_picture(self._pixels(each_CYX[None])[0], led, seed=seed)
-            for each_CYX, led, seed in zip(latents_NCYX, states, seeds, strict=True)
-        ]
-
-    def _pixels(self, latents_1CYX: Tensor) -> NDArray[np.uint8]:
-        if self._vae is None:
-            image = latents_1CYX.repeat_interleave(PIXELS_PER_LATENT, 2).repeat_interleave(PIXELS_PER_LATENT, 3)
-        else:
-            image = self._decoded(self._vae, latents_1CYX)
-        scaled = (image.float() / 2 + 0.5).clamp(0, 1).mul(255).round()
-        return cast(NDArray[np.uint8], scaled.permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy())
-
-    def _decoded(self, vae: Any, latents_1CYX: Tensor) -> Tensor:  # noqa: ANN401
-        config, latents = vae.config, latents_1CYX.to(vae.dtype)
-        if hasattr(config, "z_dim"):  # Qwen's VAE is for videos; an image is a video of one frame
-            return cast(Tensor, vae.decode(_restore(latents, config)[:, :, None], return_dict=False)[0][:, :, 0])
-        latents = latents / config.scaling_factor
-        if getattr(config, "latents_mean", None) is not None:
-            latents = _restore(latents, config)
-        return cast(Tensor, vae.decode(latents + (getattr(config, "shift_factor", None) or 0.0), return_dict=False)[0])
-
-
-def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
-    """Undo the normalization of latents in each channel, to the scale that the VAE decodes."""
-    mean, std = (
-        torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
-    )
-    return latents_NCYX * std + mean
-
-
-class FrozenParts:
-    """Loader of the frozen components that all versions of a policy share (text encoders and VAE). They are loaded on
-    first use, and again if those of another policy are requested or after `clear`."""
-
-    def __init__(self, *, device: str | torch.device) -> None:
-        self._device = device
-        self._of: object = None
-        self._prompts: tuple[int | None, PromptEncoder] | None = None
-        self._latent_decoder: LatentDecoder | None = None
-
-    def prompts(self, directory: Path, *, tokens: int | None) -> PromptEncoder:
-        """Return the text encoders of a pipeline. `tokens` is the maximum prompt length, or None for the default."""
-        self._turn_to(directory)
-        if self._prompts is None or self._prompts[0] != tokens:
-            self._prompts = (tokens, PromptEncoder(directory, tokens=tokens, device=self._device))
-        return self._prompts[1]
-
-    def latent_decoder(self, directory: Path) -> LatentDecoder:
-        """Return the decoder from latents to images for the pipeline in a directory."""
-        self._turn_to(directory)
-        self._latent_decoder = self._latent_decoder or LatentDecoder(directory, device=self._device)
-        return self._latent_decoder
-
-    def clear(self) -> None:
-        """Release the loaded components and their memory."""
-        self._of = self._prompts = self._latent_decoder = None
-
-    def _turn_to(self, directory: Path) -> None:
-        files = _frozen_files(directory)
-        if files != self._of:
-            self.clear()
-            self._of = files
-
-
-def _frozen_files(directory: Path) -> object:
-    """Return a value that identifies the frozen files of a policy, and is equal for all of the policy's versions."""
-    if not (directory / CONTENTS).is_file():
-        return directory
-    weights = f"{read_pipeline(directory).family.folder}/{WEIGHTS.partition('.')[0]}"
-    files = Contents.model_validate_json((directory / CONTENTS).read_text()).files
-    return {name: file.digest for name, file in files.items() if not name.startswith(weights)}
 
 
 # ---- files

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from infra.errors import BadInput
 from models.config.denoising import DenoisingConfig
 from models.config.engines import DiffusersEngine, SamplingConfig
-from models.denoising.pipeline import FrozenParts, LatentDecoder
+from models.denoising.frozen_parts import FrozenParts, LatentDecoder
 from models.denoising.policy import load_merged_denoiser
 from models.denoising.samplers import deterministic, transition
 from models.denoising.steps import GenerationSetup
@@ -112,7 +112,9 @@ class DiffusersImageEngine:
     def generate_images(
         self, requests: Sequence[Request], denoising: DenoisingConfig, trained_steps: range | None
     ) -> list[list[Completion]]:
+        assert self._policy is not None, "generate_images before load"
         rows = [(each, seed) for request in requests for each, seed in zip(request.inputs, request.seeds, strict=True)]
+        self._build_setup(self._policy, denoising).announce_prompts(each for each, _ in rows)
         size = self._config.max_batch_rows
         completions: list[Completion] = []
         for start in range(0, len(rows), size):

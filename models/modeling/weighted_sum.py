@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
-from infra.store.inputs import fetch_path, format_path
+from infra.store.inputs import fetch_path, format_path, recorded_base
 from models.config.policy import MergePolicy
 from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
 from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, find_base, is_adapter, read_adapter
@@ -127,12 +127,18 @@ def write_merge(work: MergeWork) -> Merge:
         _write_full(work)
     merge = Merge(
         parents=tuple(
-            MergedParent(name=parent.name, weight=parent.weight, digest=policy_digest(parent.path), start=parent.start)
+            MergedParent(
+                name=parent.name,
+                weight=parent.weight,
+                digest=policy_digest(parent.path),
+                start=parent.start,
+                base=recorded_base(parent.path),
+            )
             for parent in work.parents
         ),
         adapters=work.adapters,
     )
-    (work.target / MERGE).write_text(merge.model_dump_json(indent=2))
+    (work.target / MERGE).write_text(merge.text())
     return merge
 
 
@@ -269,6 +275,8 @@ def _write_adapter_sum(work: MergeWork) -> None:
     settings = json.loads((work.parents[0].path / SETTINGS).read_text())
     rank = sum(adapter.rank for adapter in adapters)
     settings |= {"r": rank, "lora_alpha": rank, "target_modules": layers, "base_model_name_or_path": str(bases[0])}
+    if on_hub := recorded_base(work.parents[0].path):
+        settings |= {"base_model_name_or_path": on_hub.partition("@")[0], "revision": on_hub.rpartition("@")[2]}
     settings |= {name: plain for name, plain in _ONE_SCALE.items() if settings.get(name)}
     (work.target / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import JsonValue
 
-from infra.config import Settings
-from infra.store.inputs import format_path, has_run, is_on_hub, is_remote
+from infra.config import Settings, Since
+from infra.store.inputs import Location, format_path, has_run, is_on_hub, is_remote
 from infra.store.runs import Run, open_run
 
 MERGE: Final = "merge.json"
@@ -26,8 +26,8 @@ class Parent:
 
     name: str
     """Name by which the user refers to the policy, such as a path or a run."""
-    path: Path
-    """Local directory of the policy's model or adapter."""
+    path: Location
+    """Local directory of the policy's model or adapter, with the commit of the adapter's base model on the Hub."""
     weight: float
     start: str = ""
     """Digest of the policy from which the parent's run started, or an empty string if the parent does not come from a
@@ -61,6 +61,9 @@ class MergedParent(Settings):
     start: str
     """Digest of the policy from which the parent's run started, or an empty string if the parent does not come from a
     run."""
+    base: Annotated[str, Since("0.2.0", before="")] = ""
+    """Base model of an adapter on the Hugging Face Hub with its commit, `owner/name@commit`. Empty for complete models,
+    and if the base model is a local directory."""
 
 
 class Merge(Settings):
@@ -78,6 +81,11 @@ class Merge(Settings):
     soup: JsonValue = None
     """Preference, mixing weights and statistics if the merged policy is a soup (weighted average of policies trained on
     different rewards), else None."""
+
+    def text(self) -> str:
+        """Return the content of merge.json. Empty names of base models are omitted."""
+        without = {index: {"base"} for index, parent in enumerate(self.parents) if not parent.base}
+        return self.model_dump_json(indent=2, exclude={"parents": without})
 
 
 def start_of(path: Path) -> str:

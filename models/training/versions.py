@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
-from models.denoising.pipeline import FrozenParts, is_pipeline, link_frozen_parts, load_denoiser, read_pipeline
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import is_pipeline, link_frozen_parts, load_denoiser, read_pipeline
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
@@ -25,6 +26,7 @@ from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
 from models.records.media import Gallery, ImageSource
+from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.template_files import copy_named_templates
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
@@ -216,6 +218,7 @@ class LoadedModels:
         self._temperature = temperature
         self._denoising = denoising
         self._frozen = FrozenParts(device=ranks.device)
+        self._setup: GenerationSetup | None = None
         self._images: tuple[ImageTokens | None] | None = None
         """Image-token settings in a tuple of one element, or None until they are first needed. They are the same for
         all versions."""
@@ -272,6 +275,12 @@ class LoadedModels:
         """Return whether `version` equals the policy under training (at version `policy`) with its adapters
         disabled."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
+
+    def announce_prompts(self, inputs: Iterable[ModelInput]) -> None:
+        """Announce the prompts that the text encoders of a text-to-image policy will encode soon. Has no effect before
+        such a policy is loaded."""
+        if self._setup is not None:
+            self._setup.announce_prompts(inputs)
 
     def _load_reference(self, version: ModelVersion) -> TokenModule:
         if self._reference is None or self._reference[0] != version.digest:
@@ -332,7 +341,8 @@ class LoadedModels:
 
     def _build_setup(self, directory: Path) -> GenerationSetup:
         assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
-        return GenerationSetup.load(directory, self._denoising, self._frozen)
+        self._setup = GenerationSetup.load(directory, self._denoising, self._frozen)
+        return self._setup
 
     def _build_valuer(self, version: ModelVersion) -> TokenValues:
         model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)

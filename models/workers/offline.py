@@ -24,7 +24,8 @@ from models.data.preferences import Preference, load_preferences
 from models.data.problems import Problem
 from models.data.reading import report_reading
 from models.data.training_chats import load_chats, order_chats
-from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
 from models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
 from models.engines.requests import generation_settings, stated_ends
@@ -243,6 +244,7 @@ class OfflineTrainer:
         setup = GenerationSetup.load(directory, denoising, FrozenParts(device=self._ranks.device))
         examples = picture_examples(work.data, warmup, work.seed)
         inputs = encode_image_examples(examples, setup.tokenizer, seed=work.seed)
+        setup.announce_prompts(inputs)
         self._images.source = InMemoryImages({digest_of(picture): picture for _, picture in examples})
         tokens = read_pipeline(directory).tokens(denoising)
 
@@ -282,14 +284,16 @@ class OfflineTrainer:
         clock = time.perf_counter
         started = clock()
         resident = ResidentTrainer(self._store, build, self._update, ranks=ranks)
-        trainer = resident.load_with_fresh_optimizer(model)
-        loaded = clock()
-        notes = StepNotes(self._store if self._ranks.rank == 0 else None)
-        result = learn(trainer, TrainingCallbacks(self._on_progress, notes.report))
-        notes.end()
-        stepped = clock()
-        policy = resident.publish(model, version=model.version, put="durable")
-        resident.close()
+        try:
+            trainer = resident.load_with_fresh_optimizer(model)
+            loaded = clock()
+            notes = StepNotes(self._store if self._ranks.rank == 0 else None)
+            result = learn(trainer, TrainingCallbacks(self._on_progress, notes.report))
+            notes.end()
+            stepped = clock()
+            policy = resident.publish(model, version=model.version, put="durable")
+        finally:
+            resident.close()
         timings = {"load": loaded - started, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(model=policy, metrics=result.metrics, detail={"losses": [*result.curve()]}, timings=timings)
 

@@ -102,6 +102,10 @@ class UpdateWorker:
         if self._models is not None:
             self._models.states.close()
 
+    def release_unused_memory(self) -> None:
+        """Return GPU memory that PyTorch keeps for later use to the driver, so that other processes can use it."""
+        torch.cuda.empty_cache()
+
     def estimate(self, work: EstimateWork) -> Outcome:
         """Compute the per-token outputs of reference, critic or teacher for the advantages. No model is trained."""
         models, timer = self._require_models(), StageTimer()
@@ -137,24 +141,22 @@ class UpdateWorker:
                 policy_steps_taken = self._train_policy(work, self._load_actor(work, timer), steps, timer)
             if work.critic is not None and (policy_steps_taken is None or policy_steps_taken.is_finite):
                 value_steps_taken = self._train_critic(work, self._load_valuer(work, timer), steps, timer)
-            finite = all(
-                statistics.is_finite for statistics in (policy_steps_taken, value_steps_taken) if statistics is not None
-            )
+            finite = all(taken.is_finite for taken in (policy_steps_taken, value_steps_taken) if taken is not None)
         if not steps or not finite:
             models.states.wait()
             return self._keep_version(work, quarantined=not finite)
         model, critic = self._publish(work, timer)
-        outcome = Outcome(
+        policy_metrics = dict[str, float]()
+        if policy_steps_taken is not None:
+            stale = self._update.max_staleness
+            policy_metrics = update_metrics(policy_steps_taken, samples, steps, max_staleness=stale)
+        return Outcome(
             model=model,
             critic=critic,
             metrics={
                 **self._kl_coefficient(work),
                 **self._repeated,
-                **(
-                    {}
-                    if policy_steps_taken is None
-                    else update_metrics(policy_steps_taken, samples, steps, max_staleness=self._update.max_staleness)
-                ),
+                **policy_metrics,
                 **({} if value_steps_taken is None else value_metrics(value_steps_taken)),
                 "steps": float(len(steps)),
                 "tokens": float(sum(samples.trained_lengths)),
@@ -163,8 +165,6 @@ class UpdateWorker:
             },
             timings=timer.seconds,
         )
-        torch.cuda.empty_cache()  # for a server that may share the GPU; no effect without a GPU
-        return outcome
 
     def _show(self, media: Iterable[ShardRef]) -> None:
         """Set the shards from which the images of prompts are read. A shard used by several work units is opened
@@ -321,6 +321,7 @@ class UpdateWorker:
             means = models.reference_means(work.reference, policy=work.policy)
         elif config.kl_penalty is not None:
             reference = models.reference(work.reference, policy=work.policy)
+        models.announce_prompts(each for step in steps for batch in step.batches for each in batch.microbatch.inputs)
         timer.end("load")
         extras = compute_extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
         timer.end("logprobs")

@@ -10,12 +10,13 @@ from pydantic import BaseModel
 from infra.errors import BadInput
 from infra.store.dependencies import recorded_commits
 from infra.store.hub import METADATA, base_address, fetch_files, list_files, resolve_commit, split_files
-from infra.store.hub_names import HubAddress, is_hub_name
+from infra.store.hub_names import HubAddress, has_file_suffix, is_hub_name
 from infra.store.inputs import (
     HubPath,
     JobPath,
     JobText,
     fetch_path,
+    is_remote,
     paths_in,
     recorded_base,
     with_base,
@@ -61,6 +62,25 @@ def with_hub_commits(config: S, run: Run | None = None) -> S:
     return with_base_commits(_replace_paths(config, pin), commits, resolves=not is_recorded)
 
 
+def with_derived_commits(settings: S, run: Run, prefix: str) -> S:
+    """Return the settings of a derived result, such as the rewards of a rescoring, with a commit in each address on the
+    Hub. `prefix` is the prefix of its keys.
+
+    The commits are those that the derived result has recorded, else those that the run has recorded for the same name,
+    else the present ones. Raises BadInput if a name cannot be resolved.
+    """
+    commits = {**recorded_commits(run), **recorded_commits(run, prefix)}
+
+    def pin(path: Path) -> Path:
+        if not isinstance(path, HubPath) or (address := path.address).is_pinned:
+            return path
+        text = address.text() if address.file else address.label  # the same for requests of other processes
+        commit = commits.get(f"{address.kind} {text}") or commits.get(path.key) or resolve_commit(address)
+        return HubPath.build(address.pin(commit), text, path.job)
+
+    return with_base_commits(_replace_paths(settings, pin), commits, resolves=True)
+
+
 def with_base_commits(settings: S, commits: Mapping[str, str], *, resolves: bool) -> S:
     """Return the settings with the commit of the base model in the path of each LoRA adapter whose base model is on the
     Hub. `commits` are recorded commits by keys such as `base model Qwen/Qwen3-0.6B`.
@@ -69,30 +89,50 @@ def with_base_commits(settings: S, commits: Mapping[str, str], *, resolves: bool
     model. Otherwise their paths do not change.
     """
 
-    def pin(path: Path) -> Path:
-        base = None if recorded_base(path) else _find_base(path, is_required=resolves)
-        if base is None:
-            return path
-        commit = base.revision if base.is_pinned else bases.get(f"{BASE} {base.label}", "")
-        if not commit and resolves:
-            commit = resolve_commit(base)
-        label = base.name if base.is_pinned else base.label
-        return with_base(path, f"{label}@{commit}") if commit else path
-
     bases = {name: commit for name, commit in commits.items() if name.startswith(BASE)}
-    return _replace_paths(settings, pin) if bases or resolves else settings
+    if not bases and not resolves:
+        return settings
+    return _replace_paths(settings, lambda path: pin_base(path, bases, resolves=resolves))
+
+
+def pin_base(path: Path, commits: Mapping[str, str] = {}, *, resolves: bool = True) -> Path:
+    """Return the path of a LoRA adapter with the commit of its base model on the Hub, as `with_base_commits` chooses
+    it. Other paths do not change."""
+    base = None if recorded_base(path) else _find_base(path, is_required=resolves)
+    if base is None:
+        return path
+    commit = base.revision if base.is_pinned else commits.get(f"{BASE} {base.label}", "")
+    if not commit and resolves:
+        commit = resolve_commit(base)
+    label = base.name if base.is_pinned else base.label
+    return with_base(path, f"{label}@{commit}") if commit else path
 
 
 def _find_base(path: Path, *, is_required: bool) -> HubAddress | None:
     """Return the address of the base model on the Hub, if the path is a LoRA adapter. If `is_required` is false, return
     None if the Hub and the cache do not have the adapter."""
     if not isinstance(path, HubPath):
-        return base_address(path)
+        return _find_base_in_bucket(path) if is_remote(path) else base_address(path)
     address = path.address
     if address.kind != "model" or address.file or not address.is_pinned:
         return None
     with suppress(*() if is_required else (BadInput,)):
         return base_address(fetch_files(address, METADATA))
+    return None
+
+
+def _find_base_in_bucket(path: Path) -> HubAddress | None:
+    """Return the address of the base model on the Hub, if the path is the address of a LoRA adapter in a bucket.
+
+    Return None if the address cannot be read, because the code that reads the whole adapter reports the error.
+    """
+    if has_file_suffix(path.name):
+        return None
+    with suppress(BadInput):
+        settings = fetch_path(path / "adapter_config.json")
+        with suppress(BadInput):  # only complete models have this file
+            fetch_path(path / "config.json")
+        return base_address(settings.parent)
     return None
 
 

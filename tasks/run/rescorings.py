@@ -1,21 +1,22 @@
 """Names and stored settings of rescorings and recredits. A rescoring computes new scores for the stored rollouts of
 a run, and a recredit computes new advantages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from infra.config import Settings, describe_difference, encode_recorded, read_recorded
 from infra.errors import RunChanged
 from infra.store.chain import Chain
-from infra.store.dependencies import DEPENDENCIES
+from infra.store.dependencies import DEPENDENCIES, recorded_commits, recorded_config
 from infra.store.manifests import Manifest
-from infra.store.runs import Run
+from infra.store.runs import Run, open_run
 from models.config.algorithms import AlgorithmConfig
 from models.config.rewards import ScoringConfig
 from models.config.teachers import TeacherConfig
 from tasks.config.run import RunConfig
 from tasks.run.batch import Batch
+from tasks.run.hub_inputs import with_derived_commits
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, iteration_numbers
 
@@ -86,22 +87,36 @@ class DerivedSummary(Settings):
     """Name of the rescoring or recredit."""
     iterations: tuple[int, ...]
     """Numbers of the completed iterations."""
+    commits: dict[str, str] = {}
+    """Commit of each model on the Hugging Face Hub that was used, by its kind and name."""
 
 
 def list_derived_results(run: Run) -> list[DerivedSummary]:
     """Return all rescorings and recredits that a run has, with the iterations for which each is complete."""
     kinds: tuple[Kind, ...] = ("rescore", "recredit")
+    results = [DerivedResult(kind, name) for kind in kinds for name in run.folders(kind)]
     return [
-        DerivedSummary(kind=kind, name=name, iterations=sealed_numbers(run, DerivedResult(kind, name)))
-        for kind in kinds
-        for name in run.folders(kind)
+        DerivedSummary(
+            kind=each.kind,
+            name=each.name,
+            iterations=sealed_numbers(run, each),
+            commits=recorded_commits(run, each.prefix),
+        )
+        for each in results
     ]
 
 
 def describe_derived_results(lines: Sequence[DerivedSummary]) -> str:
-    """Return all rescorings and recredits of a run in one line, with their completed iterations."""
+    """Return all rescorings and recredits of a run in one line, with their completed iterations and their commits."""
     words = {"rescore": "rescored as", "recredit": "recredited as"}
-    return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
+    return "; ".join(
+        f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}{_describe_commits(line.commits)}"
+        for line in lines
+    )
+
+
+def _describe_commits(commits: Mapping[str, str]) -> str:
+    return f" ({', '.join(f'{name} at commit {commit[:12]}' for name, commit in commits.items())})" if commits else ""
 
 
 def iterations_text(numbers: Sequence[int]) -> str:
@@ -129,6 +144,13 @@ def link_completed_iterations(run: Run, derived: DerivedResult) -> None:
         chain.link(iteration_key(number), journal=[f"{derived.prefix}{DEPENDENCIES}"])
 
 
+def with_rescoring_commits(config: RunConfig, derived: DerivedResult) -> RunConfig:
+    """Return the configuration of a rescoring in which the names of judges and reward models on the Hugging Face Hub
+    refer to commits, as `with_derived_commits` chooses them."""
+    run = open_run(config.store, config.name)
+    return config.model_copy(update={"scoring": with_derived_commits(config.scoring, run, derived.prefix)})
+
+
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
     """Return the rewards that a rescoring was begun with, or None if there is no rescoring of this name."""
     manifest = run.find(DerivedResult("rescore", name).terms_key)
@@ -143,7 +165,7 @@ def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
 
 def recorded_terms(run: Run) -> RecreditTerms:
     """Return the algorithm of the run itself in the form of a recredit, to compare both."""
-    return read_recorded(RecreditTerms, {"algorithm": run.record.config["algorithm"]})
+    return read_recorded(RecreditTerms, {"algorithm": recorded_config(run)["algorithm"]})
 
 
 def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | RecreditTerms) -> None:

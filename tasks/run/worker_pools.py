@@ -91,7 +91,9 @@ async def start_pool(
             spec = _build_spec(
                 run, settings, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options
             )
-            return await cluster.ranks(spec, gpus=gpu_layout(settings), fleet=fleet, wait_seconds=pools.wait_seconds)
+            gpus = gpu_layout(settings)
+            spec = replace(spec, shares_gpu=gpus.may_share_gpus(pools.workers.max))
+            return await cluster.ranks(spec, gpus=gpus, fleet=fleet, wait_seconds=pools.wait_seconds)
     for term, reward in settings.scoring.model_rewards.items():
         if role == reward_model_role(term):
             return await cluster.pool(_reward_model_spec(run, settings, term, reward, size=pools.scoring_workers))

@@ -12,13 +12,14 @@ from pydantic import JsonValue
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
-from infra.store.hub import fetch_snapshot, resolve_commit
-from infra.store.inputs import HubPath, fetch_path, format_path, has_run, is_remote, read_model_path
+from infra.store.hub import resolve_commit
+from infra.store.inputs import HubPath, fetch_path, format_path, has_run, is_remote, read_model_path, recorded_base
 from models.config.policy import find_weights_conflict
 from models.config.promotion import CardConfig
 from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
 from tasks.promotion.registry import describe_user, timestamp
 from tasks.run.dependencies import rheostat_version
+from tasks.run.hub_inputs import pin_base
 from tasks.views.card import CARD, merge_card
 from tasks.views.policy_export import new_directory, policy_after, write_in_process
 from tasks.views.runs import open_known_run
@@ -49,7 +50,11 @@ class MergedPolicy(Settings):
     def text(self) -> str:
         """Return the lines that `rheostat merge` prints: the directory, and each merged policy with weight
         and digest."""
-        parents = (f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}" for parent in self.merge.parents)
+        parents = (
+            f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}"
+            + (f"  (base model {parent.base})" if parent.base else "")
+            for parent in self.merge.parents
+        )
         kind = "adapter" if self.merge.adapters == "ranks" else "policy"
         return "\n".join([f"{self.path}: {kind}, the sum of", *(f"  {line}" for line in parents)])
 
@@ -100,6 +105,8 @@ def _mergekit_name(directory: Path) -> str:
     settings = directory / "adapter_config.json"
     if not settings.is_file():
         return str(directory.resolve())
+    if on_hub := recorded_base(directory):
+        return f"{on_hub.partition('@')[0]}@{on_hub.rpartition('@')[2]}+{directory.resolve()}"
     base = directory / str(json.loads(settings.read_text())["base_model_name_or_path"])
     return f"{base.resolve()}+{directory.resolve()}"
 
@@ -132,7 +139,7 @@ def write_merged(
         merge = recorded.model_copy(
             update={"who": describe_user(), "when": timestamp(), "version": rheostat_version(), "soup": soup}
         )
-        (directory / MERGE).write_text(merge.model_dump_json(indent=2))
+        (directory / MERGE).write_text(merge.text())
         (directory / CARD).write_text(merge_card(CardConfig(), title=target.name, merge=merge))
     return MergedPolicy(path=str(target), merge=merge)
 
@@ -155,14 +162,15 @@ def _find_parent(store: str, name: str, weight: float) -> Parent:
     path = read_model_path(name)
     if isinstance(path, HubPath):
         address = path.address.pin(resolve_commit(path.address))
-        return Parent(f"{address.name}@{address.revision}", fetch_snapshot(address), weight)
+        directory = fetch_path(pin_base(path.with_address(address)))
+        return Parent(f"{address.name}@{address.revision}", directory, weight)
     if is_remote(path) or path.is_dir():
         if has_run(path):
             raise BadInput(
                 f"{format_path(path)} is the folder of a run. To merge its policy, write the name of the run, "
                 f"{path.name}, and set --store to its store."
             )
-        return Parent(name, fetch_path(path), weight, start_of(path))
+        return Parent(name, fetch_path(pin_base(path)), weight, start_of(path))
     run_name, separator, number = name.partition("@")
     if separator and not number.isdecimal():
         raise BadInput(f"merge: {name!r} must have the number of an iteration after @, such as {run_name}@12.")

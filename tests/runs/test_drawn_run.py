@@ -14,7 +14,8 @@ from infra.store.shards import read_shard
 from models.config.denoising import DenoisingConfig, LearntWindow
 from models.config.engines import DiffusersEngine
 from models.denoising import pipeline
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.engines.image_generation import DiffusersImageEngine
 from models.engines.protocol import Request

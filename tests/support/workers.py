@@ -35,6 +35,24 @@ class Reading:
         return other is not None and wait_for(other.exists, seconds=20)
 
 
+class ReleasingMemory:
+    """Worker that counts how often it was told to release unused memory."""
+
+    def __init__(self) -> None:
+        self.releases = 0
+
+    def progress(self) -> int:
+        return 0
+
+    def release_unused_memory(self) -> None:
+        self.releases += 1
+
+    def count_releases(self, fails: bool) -> int:
+        if fails:
+            raise Damaged("shard 7 is torn")
+        return self.releases
+
+
 class Counting:
     """Worker that counts its pieces of work. Some of them never end."""
 

@@ -12,7 +12,8 @@ from infra.errors import BadInput
 from models.config.denoising import LearntWindow
 from models.config.policy import DiffusionPolicy
 from models.denoising import families
-from models.denoising.pipeline import PromptEncoder, check_weights, load_denoiser, read_pipeline
+from models.denoising.frozen_parts import PromptEncoder
+from models.denoising.pipeline import check_weights, load_denoiser, read_pipeline
 from models.denoising.policy import check_prompts, inspect_diffusion
 from tests.support.pipelines import config_of
 from tests.support.processes import preload

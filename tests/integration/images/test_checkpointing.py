@@ -5,7 +5,8 @@ import torch
 
 from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out

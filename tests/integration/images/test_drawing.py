@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.samplers import deterministic
 from models.denoising.steps import GenerationSetup
 from tests.support.pipelines import (

@@ -8,7 +8,8 @@ import torch
 from infra.store.bundles import publish_bundle
 from infra.store.storage import open_store
 from models.config.objectives import LoraConfig
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.policy import write_merged_pipeline
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable, save_adapters, trained_parameters

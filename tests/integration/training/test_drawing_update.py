@@ -15,7 +15,8 @@ from models.config.engines import DiffusersEngine
 from models.config.lora import LoraConfig
 from models.config.objectives import KlPenalty, NoCorrection, PpoClip, UpdateConfig
 from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.policy import write_scratch_diffusion
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.engines.image_generation import DiffusersImageEngine

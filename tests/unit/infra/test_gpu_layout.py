@@ -39,6 +39,23 @@ def test_the_number_of_gpus_of_a_run_counts_shared_gpus_once(layout, slots, gpus
 
 
 @pytest.mark.parametrize(
+    ("layout", "slots", "is_shared"),
+    [
+        (GpuLayout(1, 8, 1), 8, True),
+        (GpuLayout(0.5, 8, 0.5), 8, True),
+        (GpuLayout(1, 8, 1, **DEDICATED), 8, False),
+        (GpuLayout(0.5, 1, 0.5, **DEDICATED), 1, True),
+        (GpuLayout(0.6, 1, 0.5, **DEDICATED), 1, False),
+        (GpuLayout(0, 8, 1), 8, False),
+        (GpuLayout(1, 8, 0), 8, False),
+        (GpuLayout(), 1, False),
+    ],
+)
+def test_a_rank_may_share_a_gpu_with_slots_in_turn_or_as_a_fraction(layout, slots, is_shared):
+    assert layout.may_share_gpus(slots) is is_shared
+
+
+@pytest.mark.parametrize(
     ("layout", "slots", "bundles"),
     [
         (GpuLayout(0.5, 8, 0.5), 8, [(1, 1.0)] * 8),

@@ -2,37 +2,21 @@
 
 from pathlib import Path
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from fsspec.registry import _registry
+from fsspec.implementations.memory import MemoryFile
 
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path, is_remote
 from models.config.data import FileData
 from models.data.files import file_problems
-
-
-class Bucket(MemoryFileSystem):
-    """Object store in memory, in place of Google's."""
-
-    protocol = ("gs",)
-    store: dict = {}
-    pseudo_dirs = [""]
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return MemoryFileSystem._strip_protocol(path.removeprefix("gs://"))
+from tests.support.memory_bucket import Bucket, memory_bucket
 
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path / "cache"))
-    fsspec.register_implementation("gs", Bucket, clobber=True)
-    Bucket.store.clear()
-    yield Bucket()
-    Bucket.store.clear()
-    _registry.pop("gs")
+    with memory_bucket() as store:
+        yield store
 
 
 def test_a_file_at_an_address_is_copied_and_copied_again_after_it_changed(bucket):

@@ -63,6 +63,18 @@ async def test_rheostat_errors_keep_their_type_and_other_errors_include_their_tr
         await cluster.pool(PoolSpec("unbuildable", "tests.support.workers:Unbuildable", {"path": "nowhere"}))
 
 
+@pytest.mark.parametrize(("shares_gpu", "releases"), [(True, 2), (False, 0)])
+async def test_a_worker_that_shares_a_gpu_releases_memory_after_each_method_also_after_an_error(
+    cluster, shares_gpu, releases
+):
+    spec = PoolSpec("releasing", "tests.support.workers:ReleasingMemory", shares_gpu=shares_gpu)
+    pool = await cluster.pool(spec)
+    assert (await pool.run("count_releases", False, returns=int)).result == 0
+    with pytest.raises(Damaged):
+        await pool.run("count_releases", True, returns=int)
+    assert (await pool.run("count_releases", False, returns=int)).result == releases
+
+
 async def test_a_stalled_worker_is_reported_and_neither_replaced_nor_awaited(tmp_path):
     async with ThreadCluster.open(threads=1) as cluster:
         pool = await cluster.pool(PoolSpec("stuck", COUNTING, stall_seconds=0.2))

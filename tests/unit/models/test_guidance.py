@@ -5,8 +5,8 @@ import torch
 
 from models.config.denoising import DenoisingConfig
 from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.families import select_conditions
-from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.frozen_parts import FrozenParts
+from models.denoising.pipeline import load_denoiser
 from models.denoising.policy import write_scratch_diffusion
 from models.denoising.steps import GenerationSetup
 
@@ -35,9 +35,9 @@ def test_guided_predictions_extrapolate_those_with_and_without_a_prompt(director
     states_ND = torch.randn(2, 3 * guided.shape[1] * guided.shape[2], generator=torch.Generator().manual_seed(1))
     steps_N, prompts = (
         torch.tensor([0, 4]),
-        select_conditions([guided.prompts.encode(text) for text in PROMPTS], range(2)),
+        guided.prompts.select(PROMPTS, range(2)),
     )
-    nothing = select_conditions([guided.prompts.encode("")], [0, 0])
+    nothing = guided.prompts.select([""], [0, 0])
     with torch.no_grad():
         guided_ND = guided.predict(model, states_ND, steps_N, prompts, guided.encode_empty_prompt(2, model))
         assert len(calls) == 1

@@ -15,7 +15,7 @@ import infra.store.hub
 from flows.cli.train import _build_evaluation_config
 from infra.errors import BadInput, RunChanged
 from infra.store.dependencies import dependency_records, record_dependencies, recorded_commits, recorded_config
-from infra.store.hub import resolve_commit
+from infra.store.hub import cache_folder, resolve_commit
 from infra.store.hub_names import HubAddress
 from infra.store.inputs import HubPath, fetch_path, paths_in, place_texts, recorded_base
 from infra.store.manifests import Manifest
@@ -263,7 +263,8 @@ def test_the_base_of_an_adapter_is_read_at_the_recorded_commit_after_its_branch_
     (tmp_path / "other").mkdir()
     write_policy(tmp_path / "other", seed=1)
     moved = repositories.add("team/tiny", tmp_path / "other")
-    assert Path(snapshot_download("team/tiny", endpoint=repositories.url)).name == moved
+    downloaded = snapshot_download("team/tiny", endpoint=repositories.url, cache_dir=cache_folder())
+    assert Path(downloaded).name == moved
     resolve_again()
     assert write(with_hub_commits(job(document), run), "after") == before
     recorded = job(recorded_config(run), recorded=True)
