@@ -12,10 +12,13 @@ from models.config.policy import ModelOutline, ModelShape
 if TYPE_CHECKING:
     from models.config.objectives import UpdateConfig
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+Attention = Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"]
 
+VARLEN: Final = "varlen"
+"""Variable-length attention of PyTorch itself, which is also a flash attention kernel. torchtitan uses the same name
+for it."""
 HEAD_SIZE: Final = 256
-"""Maximum size of an attention head. Both flash attention kernels support heads up to this size."""
+"""Maximum size of an attention head. All flash attention kernels support heads up to this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,14 @@ FLASH: Final = {
     "flash_attention_2": FlashPackage("flash-attn", (2, 6), "flash_attn"),
     "flash_attention_3": FlashPackage("flash-attn-3", (3, 0), "flash_attn_interface"),
 }
+KERNELS: Final = (VARLEN, *FLASH)
+"""Attention implementations that are kernels for rows of different lengths. They need 16-bit numbers and a GPU."""
 
 
 def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
     """Yield one message for each reason why the flash attention kernel in `update.attention` cannot run. The packages
     that are installed on a remote Ray cluster are not checked."""
-    package = FLASH.get(update.attention or "")
-    if package is None:
+    if update.attention not in KERNELS:
         return
     name = f"update.attention = {update.attention!r}"
     if update.dtype == "float32":
@@ -52,7 +56,8 @@ def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iter
             f"{name} needs a GPU, but update ranks have none. Set pools.gpus_per_update_rank, or "
             "update.attention = 'sdpa'"
         )
-    if pools.ray_address is None and (reason := describe_missing_package(package)) is not None:
+    package = FLASH.get(update.attention)
+    if package and pools.ray_address is None and (reason := describe_missing_package(package)) is not None:
         yield f"{name}: {reason}"
 
 
@@ -73,16 +78,16 @@ def describe_missing_package(package: FlashPackage) -> str | None:
 def check_attention(attention: Attention | None, outline: ModelOutline, shape: ModelShape) -> None:
     """Raise BadInput if the policy's model class (`outline`) or its head size (`shape`) does not support the configured
     attention implementation."""
-    if attention is None:
+    if attention in (None, "auto"):
         return
     name = f"update.attention = {attention!r}"
-    if attention not in outline.attentions:
-        supported = ", ".join(outline.attentions)
-        raise BadInput(f"{name} is not supported by {outline.kind}. Use {supported}, or remove the key")
-    if attention in FLASH and shape.vision_model_type:
-        raise BadInput(f"{name} needs a policy that reads only text, but {outline.kind} reads images. Use 'sdpa'")
-    if attention in FLASH and shape.head_size > HEAD_SIZE:
+    if attention in KERNELS and shape.head_size > HEAD_SIZE:
         raise BadInput(
             f"{name} supports attention heads of size {HEAD_SIZE} or less, but the policy's heads have size "
             f"{shape.head_size}. Use 'sdpa'"
         )
+    if attention not in outline.attentions:
+        supported = ", ".join(outline.attentions)
+        raise BadInput(f"{name} is not supported by {outline.kind}. Use {supported}, or remove the key")
+    if attention in KERNELS and shape.vision_model_type:
+        raise BadInput(f"{name} needs a policy that reads only text, but {outline.kind} reads images. Use 'sdpa'")

@@ -136,7 +136,7 @@ def find_image_generation_conflicts(
         ),
         "update.router_loss": (update.router_loss is not None, "denoisers have no experts. Remove it"),
         "update.sequence_parallel": (update.sequence_parallel > 1, "their micro-batches cannot be split. Set it to 1"),
-        "update.attention": (update.attention is not None, "diffusers selects the attention. Remove it"),
+        "update.attention": (update.attention not in (None, "auto"), "diffusers selects the attention. Remove it"),
         "update.freeze": (bool(update.freeze), "only the denoiser is trained anyway. Remove it"),
     }
     where = f"cannot be combined with {kind}, which generates pictures"

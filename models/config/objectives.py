@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from infra.config import Positive, Settings, Since
 from infra.errors import BadInput
 from infra.variants import OneOf, Target, Variant
-from models.config.attention import FLASH, Attention
+from models.config.attention import KERNELS, Attention
 from models.config.lora import LoraConfig
 from models.config.optimizers import AdamW, OptimizerConfig
 from models.config.policy import ModelShape
@@ -294,10 +294,10 @@ class UpdateConfig(Settings):
     offload: Annotated[Literal["none", "optimizer", "parameters"], Since("0.1.0", before="none")] = "none"
     """Data kept in CPU memory while the GPU does not need it: "optimizer" keeps the optimizer state there and runs the
     optimizer steps on the CPU (ZeRO 1 to 3), "parameters" keeps the weights there as well (ZeRO 3)."""
-    attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None
-    """Attention implementation. If not set, the default of the model is used: sdpa, or eager if the model class
-    requires it. Flash kernels need bfloat16, GPUs and a separate package (`flash-attn`, `flash-attn-3`). A reference
-    model in float32 keeps its default."""
+    attention: Annotated[Attention | None, Since("0.1.0", before=None)] = "auto"
+    """Attention implementation. "auto" uses "varlen" (PyTorch's flash kernel for bfloat16 on GPUs) for packed rows if
+    device, `dtype` and model support it, else the model's default (sdpa or eager). The other kernels also need a
+    package (`flash-attn`, `flash-attn-3`). Runs from before 0.2.0 keep the model's default."""
     lora: LoraConfig | None = None
     """Settings of LoRA adapters, which are trained instead of the weights. If not set, all weights are trained."""
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Since("0.1.0", before=())] = ()
@@ -381,8 +381,8 @@ class UpdateConfig(Settings):
     @property
     def wide_attention(self) -> Attention | None:
         """Attention implementation for models that run in float32, such as the reference. None (the model's default) if
-        a flash kernel is configured, because these kernels do not support float32."""
-        return None if self.attention in FLASH else self.attention
+        a kernel is configured, because kernels do not support float32."""
+        return None if self.attention in KERNELS else self.attention
 
     @property
     def offloaded(self) -> tuple[str, ...]:

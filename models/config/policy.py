@@ -383,7 +383,7 @@ class ModelOutline:
     norm_numbers: int = 0
     """Sum of the widths of the normalization layers in a block. In bfloat16 a block stores this many more numbers for
     each token. If the norm weights are frozen, it stores this many fewer."""
-    attentions: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    attentions: tuple[str, ...] = ("sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3")
     """Attention implementations that the model's class in transformers supports."""
     recomputes: bool = True
     """Whether the activations of the blocks can be recomputed in the backward pass (activation checkpointing)."""

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
-from models.config.attention import FLASH, describe_missing_package
+from models.config.attention import FLASH, HEAD_SIZE, VARLEN, describe_missing_package
 
 FUNCTION: Final = "flash_attn_varlen_func"
+_UNSUPPORTED: Final = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""Arguments of attention functions for attention sinks, position biases and sparse attention. No kernel has them."""
 
 
 class RowsAttention(Protocol):
@@ -98,7 +100,7 @@ class KernelOptions:
     def from_module(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
         """Read the attention options of a layer from the arguments (`options`) and module attributes with which
         transformers calls attention functions."""
-        assert options.get("s_aux") is None, "check_attention rejects models with attention sinks"
+        assert all(options.get(name) is None for name in _UNSUPPORTED), "attentions_of excludes models with these"
         causal, window = options.get("is_causal"), options.get("sliding_window")
         return cls(
             causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
@@ -132,10 +134,46 @@ def attend_rows(
     return (output[0] if isinstance(output, tuple) else output)[..., :size]
 
 
+class _RepeatTokens(torch.autograd.Function):
+    """Gather tokens, some of them repeatedly. The backward pass adds the gradients of repeated tokens in float32 and in
+    the same order each time. That of `index_select` adds them in 16 bits and, on GPUs, in a random order."""
+
+    @staticmethod
+    def forward(ctx: Any, states_LHD: Tensor, indices_K: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(indices_K)
+        ctx.num_tokens = len(states_LHD)
+        return states_LHD.index_select(0, indices_K)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_KHD: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        (indices_K,) = ctx.saved_tensors
+        shape = (ctx.num_tokens, *gradient_KHD.shape[1:])
+        sum_LHD = torch.zeros(shape, dtype=torch.float32, device=gradient_KHD.device)
+        sum_LHD.index_put_((indices_K,), gradient_KHD.float(), accumulate=True)  # sorts the indices on GPUs
+        return sum_LHD.to(gradient_KHD.dtype), None
+
+
+def repeat_tokens(states_LHD: Tensor, indices_K: Tensor) -> Tensor:
+    """Return the states of the tokens with these indices, which may contain a token more than once. Gradients are
+    bit-identical when repeated, also on GPUs."""
+    states_KHD: Tensor = _RepeatTokens.apply(states_LHD, indices_K)  # type: ignore[no-untyped-call]
+    return states_KHD
+
+
 def attentions_of(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the attention implementations that the model's class supports."""
     if not model._can_set_attn_implementation():
         return (model.config._attn_implementation,)
     compatible = getattr(model, "_compatible_flash_implementations", None)
     flash = [name for name in FLASH if model._supports_flash_attn and (compatible is None or name in compatible)]
-    return (*(("sdpa",) if model._supports_sdpa else ()), "eager", *flash)
+    # Like sdpa, PyTorch's kernel supports neither soft caps nor attention sinks.
+    varlen = [VARLEN] if model._supports_sdpa and "flash_attention_2" in flash else []
+    kernels = (*varlen, *flash) if find_head_size(model) <= HEAD_SIZE else ()
+    return (*(("sdpa",) if model._supports_sdpa else ()), "eager", *kernels)
+
+
+def find_head_size(model: PreTrainedModel) -> int:
+    """Return the size of the largest attention head of a model. Layers may differ in this size, and in latent
+    attention it is not in config.json."""
+    sizes = (getattr(module, name, 0) for module in model.modules() for name in ("head_dim", "qk_head_dim"))
+    return max((size for size in sizes if isinstance(size, int)), default=0)

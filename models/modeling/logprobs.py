@@ -215,7 +215,11 @@ class TokenModule(nn.Module):
         else:
             output = find_trunk(self.model)(input_ids=inputs.tokens_BT, use_cache=False, **options)
             states_LH = output.last_hidden_state.flatten(0, 1)
-        states_NH = states_LH.index_select(0, inputs.positions_N)
+        # The end of a shared prompt is repeated. On GPUs, index_select would add its gradients in a random order.
+        if states_LH.is_cuda:
+            states_NH = states_LH[inputs.positions_N]
+        else:
+            states_NH = states_LH.index_select(0, inputs.positions_N)
         # Every rank needs gradients of the same parameters.
         if image_states is not None and image_states.zero_term is not None:
             states_NH = states_NH + image_states.zero_term.to(states_NH.dtype)

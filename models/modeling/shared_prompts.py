@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any, Final, cast
@@ -28,15 +28,27 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from infra.errors import BadInput
-from models.config.attention import FLASH, Attention
-from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, attend_rows, attentions_of, flash_kernel
+from models.config.attention import KERNELS, VARLEN, Attention
+from models.modeling.flash import (
+    KernelOptions,
+    KernelRows,
+    RowsAttention,
+    attend_rows,
+    attentions_of,
+    flash_kernel,
+    repeat_tokens,
+)
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.modeling.trunk import find_trunk
+from models.modeling.varlen import require_varlen, supports_varlen, varlen_kernel
 from models.records.model_input import ModelInput
-from models.vision.tower import treats_images_as_text
+from models.vision.tower import reads_images, treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
+_AUTO: Final = "sdpa_or_varlen" + _ENDING
+"""Name of the attention function that uses PyTorch's variable-length kernel for shared prompts if the device and the
+data type of a micro-batch allow it, and sdpa otherwise."""
 _PADDED_ATTENTIONS: Final = ("sdpa", "eager")
 """Attention implementations that can be used if rows share prompts. Models with soft caps or attention sinks need
 "eager", because sdpa supports neither."""
@@ -63,6 +75,8 @@ class SharedTokens:
     """Number of tokens of the whole micro-batch, without the padding that divides it evenly among ranks."""
     sequence_parallel_group: SequenceParallelGroup | None
     """Ranks that compute the micro-batch's row together, or None if this rank computes it alone."""
+    uses_varlen: bool = False
+    """Whether the attention function `_AUTO` uses PyTorch's variable-length kernel. Decided by `shared_states`."""
 
     @property
     def width(self) -> int:
@@ -116,7 +130,8 @@ def shared_states(
     """Return the last hidden state of every token of `tokens_1L`, a single row in which shared prompts are stored once.
     `options` are further arguments of the model's forward pass."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
-    with use_shared_tokens(shared):
+    uses_varlen = model.config._attn_implementation == _AUTO and supports_varlen(tokens_1L.device, model.dtype)
+    with use_shared_tokens(replace(shared, uses_varlen=uses_varlen)):
         output = find_trunk(model)(
             input_ids=tokens_1L,
             attention_mask=torch.ones_like(tokens_1L),  # without a mask, restarting positions would be read as one
@@ -181,12 +196,24 @@ def _by_kernel(
     query_QHD, key_KHD, value_KHD = (each.transpose(1, 2).flatten(0, 1) for each in states)
     if shared is not None:
         query_QHD = query_QHD[: shared.tokens]  # the padding of slices is at the end
-        key_KHD, value_KHD = (each.index_select(0, shared.keys_K) for each in (key_KHD, value_KHD))
+        key_KHD, value_KHD = (repeat_tokens(each, shared.keys_K) for each in (key_KHD, value_KHD))
     ends = KernelRows.from_padded(rows, width, query.device) if shared is None else shared.rows
     output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.from_module(module, options))
     filled_QHD = functional.pad(output_QHD, (0, 0, 0, 0, 0, rows * width - len(output_QHD)))
     output_BTHD = filled_QHD.reshape(rows, width, heads, -1)
     return output_BTHD if sequence_parallel_group is None else sequence_parallel_group.gather_heads(output_BTHD), None
+
+
+def _by_varlen_or_sdpa(module: nn.Module, *states: Tensor, **options: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+    shared = _READING.get()
+    uses_varlen = shared is not None and shared.uses_varlen
+    attend = partial(_by_kernel, varlen_kernel()) if uses_varlen else partial(_attention, sdpa_attention_forward)
+    return attend(module, *states, **options)
+
+
+def _mask_for_varlen_or_sdpa(*sizes: int, **options: Any) -> Tensor | None:  # noqa: ANN401
+    shared = _READING.get()
+    return None if shared is not None and shared.uses_varlen else _mask(sdpa_mask, *sizes, **options)
 
 
 def _build_no_mask(*sizes: object, **options: object) -> None:
@@ -213,6 +240,8 @@ for _name, _inside, _masks in (
 ):
     AttentionInterface.register(_name + _ENDING, partial(_attention, _inside))
     AttentionMaskInterface.register(_name + _ENDING, partial(_mask, _masks))
+AttentionInterface.register(_AUTO, _by_varlen_or_sdpa)
+AttentionMaskInterface.register(_AUTO, _mask_for_varlen_or_sdpa)
 
 
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
@@ -239,18 +268,32 @@ def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
 def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
     """Set a model's attention implementation, or keep the default if `attention` is None. Return whether rows of a
     micro-batch may share prompts with this model. Raises BadInput if the model's class does not support the
-    implementation, or if a kernel is not installed."""
+    implementation, if a kernel is not installed, or if the GPU does not support it."""
     if attention is None:
         return enable_shared_prompts(model)
+    if attention == "auto":
+        return _set_default_attention(model)
     if attention not in attentions_of(model):
         raise BadInput(
             f"update.attention is {attention!r}, but {type(model).__name__} does not support it. Use 'sdpa', or "
             "remove the key"
         )
-    if attention in FLASH:
-        return use_attention_kernel(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
+    if attention in KERNELS:
+        kernel = require_varlen() if attention == VARLEN else flash_kernel(attention)
+        return use_attention_kernel(kernel, model, name=f"rows_{attention.removeprefix('flash_attention_')}")
     model.set_attn_implementation(attention)
     return enable_shared_prompts(model)
+
+
+def _set_default_attention(model: PreTrainedModel) -> bool:
+    """Let a text model use PyTorch's variable-length kernel for shared prompts. Every micro-batch decides by its device
+    and data type whether the kernel is used. Other models keep their default attention. Return whether rows of a
+    micro-batch may share prompts with this model."""
+    shares = enable_shared_prompts(model)
+    is_supported = VARLEN in attentions_of(model) and not reads_images(model)
+    if is_supported and model.config._attn_implementation == "sdpa" + _ENDING:
+        model.set_attn_implementation(_AUTO)
+    return shares
 
 
 def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:

@@ -295,11 +295,12 @@ def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or on
 def treats_images_as_text(model: PreTrainedModel) -> bool:
     """Return whether the model handles image tokens like text tokens: each token's position is its index, and attention
     is causal."""
-    looks_ahead = "token_type_ids" in inspect.signature(model.base_model.forward).parameters and _sees(model)
+    looks_ahead = "token_type_ids" in inspect.signature(model.base_model.forward).parameters and reads_images(model)
     return not _is_mrope(model) and not looks_ahead
 
 
-def _sees(model: PreTrainedModel) -> bool:
+def reads_images(model: PreTrainedModel) -> bool:
+    """Return whether a model is a vision-language model."""
     return hasattr(model.base_model, "get_image_features")
 
 

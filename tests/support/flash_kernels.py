@@ -1,4 +1,4 @@
-"""Variable-length attention kernel for CPUs, with the interface of the flash attention packages."""
+"""Variable-length attention kernels for CPUs, with the interfaces of the flash attention packages and of PyTorch."""
 
 import torch
 
@@ -31,3 +31,68 @@ def reference_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_s
     rows = zip(q.double().split(queries), k.double().split(keys), v.double().split(keys), strict=True)
     outputs = [attend_row(*row, scale=softmax_scale, causal=causal, window=window, softcap=softcap) for row in rows]
     return torch.cat(outputs).to(q.dtype)
+
+
+def reference_varlen(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    """Compute the same as `torch.nn.attention.varlen.varlen_attn` of PyTorch 2.13, row by row, with its checks."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return reference_varlen_without_gqa(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
+
+
+def reference_varlen_without_gqa(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """Compute the same as `torch.nn.attention.varlen.varlen_attn` of PyTorch 2.11, which accepts fewer heads of keys
+    than of queries without a further argument."""
+    assert isinstance(window_size, tuple), "PyTorch compares it with (-1, 0)"
+    assert query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    assert query.dtype == key.dtype == value.dtype
+    return _RememberMode.apply(
+        reference_kernel(
+            query,
+            key,
+            value,
+            cu_seqlens_q=cu_seq_q,
+            cu_seqlens_k=cu_seq_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            softmax_scale=scale,
+            causal=window_size[1] == 0,
+            window_size=window_size,
+            softcap=0.0,
+            deterministic=True,
+        )
+    )
+
+
+MODES: list[bool] = []
+"""Whether PyTorch's deterministic mode was on in each backward pass of the two kernels above."""
+
+
+class _RememberMode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output):
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        MODES.append(torch.are_deterministic_algorithms_enabled())
+        return gradient

@@ -5,6 +5,7 @@ import torch
 
 from infra.errors import BadInput
 from models.commands.preflight import check
+from models.config.attention import KERNELS
 from tests.support.model_files import set_tensors
 from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs
@@ -27,13 +28,14 @@ def place(make_job):
     return make_job("arithmetic")
 
 
-def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
+@pytest.mark.parametrize("attention", KERNELS)
+def test_attention_kernels_are_refused_for_heads_that_are_too_large(place, attention):
     write_policy(place / "wide", "mistral", changes={"head_dim": 264})
     job = read_inputs("policy.kind=directory", "policy.path=wide", "update.attention=eager")
     assert check(job).facts["parameters"]
-    flash = job.update.model_copy(update={"attention": "flash_attention_2"})
-    with pytest.raises(BadInput, match=r"'flash_attention_2' .* 256 .* 264"):
-        check(job.model_copy(update={"update": flash}))
+    kernel = job.update.model_copy(update={"attention": attention})
+    with pytest.raises(BadInput, match=rf"'{attention}' .* 256 .* 264"):
+        check(job.model_copy(update={"update": kernel}))
 
 
 def test_the_check_notes_weights_that_no_model_reads(place):

@@ -60,6 +60,7 @@ DIFFUSION = (
         ("algorithm.kind=ppo", OUTCOME_AND_STEPS, TEACHER),
         (CAPO, OUTCOME_AND_STEPS, TEACHER),
         (*FLASH, "pools.ray_address=10.0.0.1:6379"),
+        ("update.attention=varlen", *FLASH[1:]),
         (VLLM, RAW, "rollout.sampling.top_p=0.9"),
         (VLLM, RAW, "rollout.sampling.top_k=40"),
         ("rollout.sampling.top_p=0.9",),
