@@ -6,7 +6,7 @@ import torch
 from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit, Muon
 from tests.support.cpu_updates import Updates, relative_error, take_updates, take_updates_on_cpu
-from tests.support.update_workers import LORA, UNCLIPPED, change
+from tests.support.update_workers import LORA, UNCLIPPED, change, start_worker, update_work
 
 pytestmark = pytest.mark.gpu
 
@@ -68,10 +68,14 @@ def test_other_optimizers_update_and_go_on_from_their_stored_state(optimizer, dt
     assert repeated < 10 * ERRORS[dtype]
 
 
-def test_sleeping_ranks_leave_no_model_on_the_gpu(uri, record_property):
-    record_property("part", "memory after an update")
-    take_updates(uri, UNCLIPPED)
-    torch.cuda.empty_cache()
-    left = torch.cuda.memory_allocated() / 2**20
-    record_property("figure", f"{left:.1f} MiB allocated after the worker has closed")
-    assert left < 64
+def test_reloading_a_policy_after_discarded_updates_takes_no_more_memory(uri, policy, record_property):
+    record_property("part", "memory after discarded updates")
+    worker, used = start_worker(uri, UNCLIPPED), []
+    for _ in range(3):
+        discarded = worker.update(update_work(uri, policy, advantages=[float("nan")]))
+        assert discarded.metrics["quarantined"] == 1
+        worker.update(update_work(uri, policy))
+        used.append(torch.cuda.memory_allocated() / 2**20)
+    worker.close()
+    record_property("figure", f"{used[0]:.1f} MiB after the first, {used[-1]:.1f} MiB after the third")
+    assert used[-1] < used[0] + 1
