@@ -349,7 +349,7 @@ def _describe_sharing(config: RunConfig) -> str:
 def _describe_judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
     reward = config.scoring.model_rewards[term]
     size = f"{facts[f'{term}_parameters']:,.0f} parameters, " if f"{term}_parameters" in facts else ""
-    if reward.kind == "model":
+    if reward.kind != "judge":
         return f"{size}{format_count(reward.slots, 'slot')} each"
     answers = f"{format_count(reward.votes, 'vote')} by {reward.verdict.kind}"
     where = f"{format_count(reward.slots, 'slot')} each" if reward.endpoint is None else reward.endpoint.base_url

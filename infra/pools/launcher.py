@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from infra.pools.host import ProcessPlace, Returned
+from infra.pools.stalls import StallClock
 from infra.pools.worker import PoolSpec
 
 
@@ -47,9 +48,9 @@ class Worker(Protocol):
         """Whether this process started the worker and must end it."""
         ...
 
-    async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
+    async def perform(self, method: str, *arguments: object, clock: StallClock) -> Returned:
         """Run a method of the worker and return its result. Raises the error that the method raised, or WorkerLost if
-        the worker died or stalled."""
+        the worker died or the clock has run out."""
         ...
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:

@@ -13,6 +13,7 @@ from infra.errors import ClusterFailed, NodeLost, RheostatError, WorkerAsleep, W
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
 from infra.pools.slot import SlotState, WorkerSlot
+from infra.pools.stalls import StallClock
 from infra.pools.worker import Done, PoolSpec, check_result, gather_errors
 
 R = TypeVar("R")
@@ -299,7 +300,7 @@ class Pool:
 
     async def _use(self, slot: WorkerSlot, worker: Worker, *, method: str, work: object) -> Returned:
         try:
-            outcome = await worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
+            outcome = await worker.perform(method, work, clock=StallClock(self.spec.stall_seconds))
             self.done += 1
             return outcome
         except WorkerLost:

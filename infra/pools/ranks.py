@@ -11,6 +11,7 @@ from infra.counts import format_count
 from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
+from infra.pools.stalls import StallClock
 from infra.pools.worker import Done, PoolSpec, check_result, gather_errors
 
 R = TypeVar("R")
@@ -65,7 +66,8 @@ class RankGroup:
 
     When a rank starts, its method `join(rank, world_size, master_address, master_port)` is called. If a rank is lost,
     the other ranks wait forever in a collective operation. Then all ranks are killed and started again, and the work
-    unit is repeated.
+    unit is repeated. The same happens if no rank makes progress for `stall_seconds`. A rank may wait longer than this
+    for a rank that makes progress, for example while rank 0 writes a large model.
     """
 
     def __init__(self, spec: PoolSpec, launcher: Launcher, places: RankPlaces | None = None) -> None:
@@ -179,10 +181,9 @@ class RankGroup:
         """Let the ranks join a process group, at an unused port on the machine of rank 0. Raises WorkerLost if another
         process has taken the port in the meantime."""
         address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
-        size, patience = self.spec.size, self.spec.start_seconds
+        size, clock = self.spec.size, StallClock(self.spec.start_seconds)
         joins = [
-            worker.perform(JOIN, rank, size, address, port, stall_seconds=patience)
-            for rank, worker in sorted(self._ranks.items())
+            worker.perform(JOIN, rank, size, address, port, clock=clock) for rank, worker in sorted(self._ranks.items())
         ]
         try:
             await _all_or_first_failure(joins)
@@ -193,13 +194,10 @@ class RankGroup:
             ) from error
 
     async def _together(self, method: str, work: object) -> list[Returned]:
-        started = time.monotonic()
+        started, clock = time.monotonic(), StallClock(self.spec.stall_seconds)
         try:
             return await _all_or_first_failure(
-                [
-                    worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
-                    for _, worker in sorted(self._ranks.items())
-                ]
+                [worker.perform(method, work, clock=clock) for _, worker in sorted(self._ranks.items())]
             )
         except BaseException:
             self._kill()

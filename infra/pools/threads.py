@@ -15,7 +15,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from infra.pools.host import (
 from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import JOIN, RankGroup
+from infra.pools.stalls import StallClock
 from infra.pools.worker import PoolSpec, check_result, unwrap_result
 
 T = TypeVar("T")
@@ -86,22 +86,22 @@ class WorkerThread:
             self.kill()
             raise
 
-    async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
+    async def perform(self, method: str, *arguments: object, clock: StallClock) -> Returned:
         """Run a method of the worker and return its result. Raises the error that the method raised, or WorkerFailed if
-        the worker stalled."""
-        return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
+        the clock has run out."""
+        return await self._answer(lambda: self._host.run(method, arguments), method, clock)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
         """Make the worker accept work again. If the record is not None, the worker first processes it with its method
         `take`, for example to load a model."""
-        outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
+        outcome = await self._answer(lambda: self._host.wake(record), "take", StallClock(stall_seconds))
         if record is not None:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
         """Wait until the worker has finished its current work, and make it free its memory. Return the seconds that
         freeing the memory took."""
-        return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
+        return (await self._answer(self._host.sleep, "sleep", StallClock(stall_seconds))).seconds
 
     async def asleep(self) -> bool:
         """Return whether the worker is asleep. A sleeping worker refuses work until it is woken."""
@@ -124,7 +124,8 @@ class WorkerThread:
         """Wait until the worker's thread has ended. Give up if the worker's current work makes no more progress."""
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
-                await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
+                clock = StallClock(self._spec.stall_seconds)
+                await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", clock)
                 self._thread.join(POLL_SECONDS)  # only the thread's return is left
 
     def kill(self) -> None:
@@ -165,26 +166,24 @@ class WorkerThread:
         self._works.put(work)
         return asyncio.wrap_future(answer)
 
-    async def _answer(self, body: Callable[[], Returned | Raised], method: str, stall_seconds: float) -> Returned:
+    async def _answer(self, body: Callable[[], Returned | Raised], method: str, clock: StallClock) -> Returned:
         answer = self._begin(body, alone=method == JOIN)
         try:
-            await self._watch(answer, f"{self.role}.{method} (thread {self.name})", stall_seconds)
+            await self._watch(answer, f"{self.role}.{method} (thread {self.name})", clock)
             return unwrap_result(answer.result(), f"{self.role}.{method}", self.place.pid)
         finally:
             answer.cancel()
 
-    async def _watch(self, answer: "asyncio.Future[T]", what: str, stall_seconds: float) -> None:
-        """Wait for the result of a call. Raises WorkerFailed if the worker's progress counter does not change for
-        `stall_seconds`. `what` names the call in the message."""
-        count, moved = self._host.progress(), time.monotonic()
-        while not (await asyncio.wait({answer}, timeout=min(POLL_SECONDS, stall_seconds / 4)))[0]:
-            seen = self._host.progress()
-            if seen != count:
-                count, moved = seen, time.monotonic()
-            elif time.monotonic() - moved >= stall_seconds:
+    async def _watch(self, answer: "asyncio.Future[T]", what: str, clock: StallClock) -> None:
+        """Wait for the result of a call. Raises WorkerFailed if the clock has run out. `what` names the call in the
+        message."""
+        while not (await asyncio.wait({answer}, timeout=min(POLL_SECONDS, clock.seconds / 4)))[0]:
+            count = self._host.progress()
+            clock.report(self.name, count)
+            if clock.remaining <= 0:
                 self._stalled = True
                 raise WorkerFailed(
-                    f"{what} made no progress for {stall_seconds:g} s (progress counter: {count}). A thread cannot be "
+                    f"{what} made no progress for {clock.seconds:g} s (progress counter: {count}). A thread cannot be "
                     "killed. End this process and start it again. If one step of the work takes longer, raise "
                     "pools.stall_seconds."
                 )

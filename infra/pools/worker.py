@@ -25,6 +25,7 @@ from infra.pools.host import (
     thread_variables,
 )
 from infra.pools.machines import Machines
+from infra.pools.stalls import StallClock
 from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
@@ -112,17 +113,17 @@ class WorkerProcess:
     place: ProcessPlace
     machines: Machines
 
-    async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
+    async def perform(self, method: str, *arguments: object, clock: StallClock) -> Returned:
         """Run a method of the worker, and return its result. Raises the method's error, or WorkerLost if the worker
-        died or stalled."""
+        died or the clock has run out."""
         call = self.actor.run.options(concurrency_group=WORK).remote(method, arguments)
-        return await self._answer(call, method, stall_seconds)
+        return await self._answer(call, method, clock)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
         """Make the worker accept work again. If the record is not None, the worker first processes it with its method
         `take`, for example to load a model."""
         outcome = await self._answer(
-            self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
+            self.actor.wake.options(concurrency_group=WORK).remote(record), "take", StallClock(stall_seconds)
         )
         if record is not None:
             check_result(outcome, str, what=f"{self.role}.take")
@@ -131,7 +132,7 @@ class WorkerProcess:
         """Wait until the worker has finished its current work, and make it free its memory. Return the seconds that
         freeing the memory took."""
         call = self.actor.sleep.options(concurrency_group=WORK).remote()
-        return (await self._answer(call, "sleep", stall_seconds)).seconds
+        return (await self._answer(call, "sleep", StallClock(stall_seconds))).seconds
 
     async def asleep(self) -> bool:
         """Return whether the worker is asleep. A sleeping worker refuses work until it is woken."""
@@ -149,10 +150,10 @@ class WorkerProcess:
         with contextlib.suppress(WorkerLost):
             await _await_reference(self.actor.live.options(concurrency_group=LIFE).remote(), f"worker {self.name}")
 
-    async def _answer(self, call: "Awaitable[Returned | Raised]", method: str, stall_seconds: float) -> Returned:
+    async def _answer(self, call: "Awaitable[Returned | Raised]", method: str, clock: StallClock) -> Returned:
         what = f"{self.role}.{method} (pid {self.place.pid} on {self.place.host})"
         answer = asyncio.ensure_future(_await_reference(call, what))
-        watch = asyncio.ensure_future(self._watch(what, stall_seconds))
+        watch = asyncio.ensure_future(self._watch(what, clock))
         try:
             await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -164,22 +165,22 @@ class WorkerProcess:
             await asyncio.gather(answer, watch, return_exceptions=True)
         return unwrap_result(outcome, f"{self.role}.{method}", self.place.pid)
 
-    async def _watch(self, what: str, stall_seconds: float) -> None:
-        """Check the worker's progress counter until the call is cancelled. Raises WorkerStalled if the counter does not
-        change for `stall_seconds`. `what` names the current call in messages."""
-        count, moved, limit = None, time.monotonic(), f"{stall_seconds:g} s (pools.stall_seconds)"
-        pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
+    async def _watch(self, what: str, clock: StallClock) -> None:
+        """Report the worker's progress counter to the clock until the call is cancelled. Raises WorkerStalled if the
+        clock has run out. `what` names the current call in messages."""
+        limit = f"{clock.seconds:g} s (pools.stall_seconds)"
+        pause = min(MAX_POLL_SECONDS, clock.seconds / 4)
         while True:
             await asyncio.sleep(pause)
-            patience = max(pause, moved + stall_seconds - time.monotonic())
             try:
-                seen = await asyncio.wait_for(self._progress(what), patience)
+                count = await asyncio.wait_for(self._progress(what), max(pause, clock.remaining))
             except TimeoutError:
-                raise WorkerStalled(f"{what} reported no progress for {limit}") from None
-            if seen != count:
-                count, moved = seen, time.monotonic()
-            elif time.monotonic() - moved >= stall_seconds:
-                raise WorkerStalled(f"{what} made no progress for {limit}, progress counter: {count}")
+                problem = f"{what} reported no progress for {limit}"
+            else:
+                clock.report(self.name, count)
+                problem = f"{what} made no progress for {limit}, progress counter: {count}"
+            if clock.remaining <= 0:
+                raise WorkerStalled(problem)
 
     async def _progress(self, what: str) -> object:
         """Return the worker's progress counter. Raises WorkerLost if the worker's machine is unreachable. `what` names

@@ -1,7 +1,7 @@
 """Bundles: immutable directories, such as policies and optimizer states. A bundle is named by the digest of its table
 of contents."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.checksums import canonical_json
+from infra.store.checksums import canonical_json, digest_file
 from infra.store.shards import RETIRED, is_retired
 from infra.store.storage import Store, check_key
 
@@ -62,29 +62,6 @@ class Contents(Settings):
         """Return the reference to the stored folder with this list of files. `prefix` is the first part of its key."""
         digest, size = blake3(self.encode()).hexdigest(), sum(file.bytes for file in self.files.values())
         return BundleRef(key=f"{prefix}/{digest[:16]}", digest=digest, bytes=size)
-
-
-def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Return the digest and size of the file whose content is these pieces, in order."""
-    hasher, size = blake3(), 0
-    for piece in pieces:
-        hasher.update(piece)
-        size += len(piece)
-    return BundledFile(digest=hasher.hexdigest(), bytes=size)
-
-
-def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Write the pieces to a file, and return its digest and size, which are computed while writing."""
-    with path.open("wb", buffering=0) as file:
-
-        def written() -> Iterator[bytes | memoryview]:
-            for piece in pieces:
-                remaining = memoryview(piece)
-                while remaining:
-                    remaining = remaining[file.write(remaining) :]
-                yield piece
-
-        return describe_pieces(written())
 
 
 def describe_bundle(directory: Path, *, written_files: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
@@ -381,18 +358,14 @@ def _plain_dir(path: Path) -> bool:
 
 
 def _describe(path: Path) -> BundledFile:
-    return BundledFile(digest=_digest(path), bytes=path.stat().st_size)
+    return BundledFile(digest=digest_file(path), bytes=path.stat().st_size)
 
 
 def _stored_digest(store: Store, key: str) -> str:
     """Return the digest of the content of a stored object. Raises Damaged if the object is missing."""
     while True:
         with suppress(FileNotFoundError):  # deleted after it was located: the next attempt raises Damaged
-            return _digest(store.local_path(key))
-
-
-def _digest(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest()
+            return digest_file(store.local_path(key))
 
 
 def _describe_size(count: int | None) -> str:

@@ -1,7 +1,9 @@
 """Checksummed JSON for small records. If any bit of a record changes, this is detected when the record is read."""
 
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Final, Self
 
 from blake3 import blake3
@@ -12,6 +14,9 @@ from infra.errors import BadInput, Damaged
 
 FIRST_VERSION: Final = 1
 """Schema version of all records and shards whose format has not changed since the first release."""
+
+MIN_THREADED_BYTES: Final = 64 * 2**20
+"""Size in bytes from which several threads compute the digest of a file."""
 
 MANIFEST_VERSION: Final = FIRST_VERSION
 """Schema version of new manifests (records of results). It is a part of a manifest's digest."""
@@ -111,3 +116,13 @@ def check_version(version: str, *, where: str, newest: int) -> int:
             "Use the version of Rheostat that wrote it, or a newer one (see `rheostat --version`)."
         )
     return int(major)
+
+
+def digest_file(path: Path) -> str:
+    """Return the BLAKE3 digest of a file. A large file, such as weights, is read by one thread for each usable CPU.
+
+    These threads belong to this call. With blake3.AUTO, the threads would belong to the process, and a process that is
+    forked from it later would wait for them forever.
+    """
+    threads = len(os.sched_getaffinity(0)) if path.stat().st_size >= MIN_THREADED_BYTES else 1
+    return blake3(max_threads=threads).update_mmap(path).hexdigest()

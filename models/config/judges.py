@@ -11,7 +11,7 @@ from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
-from models.config.reward_terms import Granularity, RewardTerm, StepAggregation
+from models.config.reward_terms import ClipSettings, Granularity, RewardTerm, StepAggregation
 from models.config.texts import AppendedTokens, ContinuingModel
 from models.config.training import SupervisedWarmup
 from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig
@@ -276,29 +276,16 @@ class TrainedRewardModel(ServedModel):
 RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(discriminator="kind")]
 
 
-class ModelReward(RewardTerm):
-    """Reward computed by a reward model: a sequence classifier with one output."""
+class HostedModelReward(RewardTerm):
+    """Fields common to rewards of discriminative models, which run in worker slots and compute one score for each
+    completion."""
 
     implementation = "models.workers.reward_model:RewardModelWorker"
-    example = '{ kind = "model", model = { kind = "directory", path = "models/reward" } }'
+    scorer: ClassVar[str]
+    """Import path `pkg.mod:Class` of the `models.workers.reward_model.CompletionScorer` that runs the model."""
 
-    kind: Literal["model"] = "model"
-    model: RewardModelConfig
-    """Reward model that scores the completions."""
-    template: str | None = None
-    """Input text of the reward model, with `{prompt}` and `{completion}`. The default is the model's chat template, or,
-    if it has none, the prompt followed by the completion."""
-    chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
-    """Form in which the reward model's chat template receives the prompt, if the prompt is a chat. "messages" passes
-    the messages of the prompt, followed by the completion as a message of the assistant. "text" passes the prompt as
-    one user message, as rendered by the policy's chat template. With "messages", control tokens in prompts and
-    completions are encoded as ordinary text, also if `template` is set; control tokens of `template` itself stay
-    control tokens. With "text", control tokens in prompts stay control tokens, and a completion that contains a special
-    token gets no score."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
-    batch_tokens: Positive = 16384
-    """Maximum number of tokens, including padding, in one forward pass."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of worker slots that one replica of the reward model occupies."""
 
@@ -318,12 +305,74 @@ class ModelReward(RewardTerm):
     endpoint: ClassVar[None] = None
     """Endpoint of the model: always None, because reward models run in worker slots."""
 
+
+class ModelReward(HostedModelReward):
+    """Reward computed by a reward model: a sequence classifier with one output."""
+
+    scorer = "models.workers.reward_model:TextScorer"
+    example = '{ kind = "model", model = { kind = "directory", path = "models/reward" } }'
+
+    kind: Literal["model"] = "model"
+    model: RewardModelConfig
+    """Reward model that scores the completions."""
+    template: str | None = None
+    """Input text of the reward model, with `{prompt}` and `{completion}`. The default is the model's chat template, or,
+    if it has none, the prompt followed by the completion."""
+    chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
+    """Form in which the reward model's chat template receives the prompt, if the prompt is a chat. "messages" passes
+    the messages of the prompt, followed by the completion as a message of the assistant. "text" passes the prompt as
+    one user message, as rendered by the policy's chat template. With "messages", control tokens in prompts and
+    completions are encoded as ordinary text, also if `template` is set; control tokens of `template` itself stay
+    control tokens. With "text", control tokens in prompts stay control tokens, and a completion that contains a special
+    token gets no score."""
+    batch_tokens: Positive = 16384
+    """Maximum number of tokens, including padding, in one forward pass."""
+
     @property
     def is_trained(self) -> bool:
         """Whether the run trains the reward model."""
         return self.model.training is not None
 
 
-ServedReward = JudgeReward | ModelReward
+class ClipModel(ClipSettings, ServedModel):
+    """CLIP model that is loaded from a directory. The run stores a copy of the model and of its head."""
+
+    implementation = "models.rewards.clip:write_clip_model"
+    inspection = "models.inspection.other_models:check_clip_model"
+
+    kind: Literal["directory"] = "directory"
+
+
+class ClipModelReward(HostedModelReward):
+    """Score of the last generated picture by a CLIP model in worker slots, with the same settings as the reward `clip`.
+    If the slots have GPUs, the model runs on a GPU."""
+
+    scorer = "models.rewards.clip:PictureScorer"
+    example = '{ kind = "clip_model", model = { path = "models/pickscore", value = "logit" } }'
+
+    kind: Literal["clip_model"] = "clip_model"
+    model: ClipModel
+    """CLIP model that scores the pictures."""
+    batch_pictures: Positive = 64
+    """Maximum number of pictures in one forward pass on a GPU. On the CPU, each picture has a separate forward pass,
+    because larger batches are rounded differently."""
+
+    chat_prompt: ClassVar[Literal["text"]] = "text"
+    """Form in which the model receives chat prompts: always one text."""
+    is_trained: ClassVar[bool] = False
+    """Whether the run trains the model: always false."""
+
+    @property
+    def score_range(self) -> tuple[float, float] | None:
+        """Lowest and highest score: -1 and 1 for a cosine similarity, None for logits and for a head."""
+        return self.model.score_range
+
+    @property
+    def uses_images(self) -> bool:
+        """Whether this reward reads images: always true."""
+        return True
+
+
+ServedReward = JudgeReward | ModelReward | ClipModelReward
 """Reward term that a model computes: a judge or a reward model. `implementation` names the class of the workers that
 run the model."""

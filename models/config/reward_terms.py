@@ -232,17 +232,9 @@ class PaintingReward(BuiltInReward):
         return True
 
 
-class ClipReward(BuiltInReward):
-    """Score of the last generated picture by a CLIP model: its similarity to the prompt (such as PickScore or HPS), or
-    the output of an additional head on the picture's embedding.
+class ClipSettings(Settings):
+    """CLIP model, and the score that is computed from its embeddings."""
 
-    The score is computed on the CPU in the scoring worker. A prompt longer than the CLIP model's context is truncated.
-    """
-
-    implementation = "models.rewards.clip:clip_reward"
-    example = '{ kind = "clip", path = "models/pickscore", value = "logit" }'
-
-    kind: Literal["clip"] = "clip"
     path: ModelLocation
     """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name, or a
     name on the Hub."""
@@ -258,6 +250,29 @@ class ClipReward(BuiltInReward):
         """Lowest and highest score: -1 and 1 for a cosine similarity, None for logits and for a head."""
         return (-1.0, 1.0) if self.value == "cosine" and self.head is None else None
 
+    @model_validator(mode="after")
+    def _require_one_score(self) -> Self:
+        if self.head is not None and self.value == "logit":
+            raise ValueError(
+                "value = 'logit' cannot be combined with head, because head already converts the image embedding to "
+                "the score. Remove one of them"
+            )
+        return self
+
+
+class ClipReward(ClipSettings, BuiltInReward):
+    """Score of the last generated picture by a CLIP model: its similarity to the prompt (such as PickScore or HPS), or
+    the output of an additional head on the picture's embedding.
+
+    The score is computed on the CPU in the scoring worker. The reward `clip_model` runs the same model in worker slots,
+    which may have GPUs. A prompt longer than the CLIP model's context is truncated.
+    """
+
+    implementation = "models.rewards.clip:clip_reward"
+    example = '{ kind = "clip", path = "models/pickscore", value = "logit" }'
+
+    kind: Literal["clip"] = "clip"
+
     @property
     def is_graded(self) -> bool:
         """Whether the score can have more than two different values. This is always true."""
@@ -267,15 +282,6 @@ class ClipReward(BuiltInReward):
     def uses_images(self) -> bool:
         """Whether this reward reads images: always true."""
         return True
-
-    @model_validator(mode="after")
-    def _require_one_score(self) -> Self:
-        if self.head is not None and self.value == "logit":
-            raise ValueError(
-                "value = 'logit' cannot be combined with head, because head already converts the image embedding to "
-                "the score. Remove one of them"
-            )
-        return self
 
 
 class TargetReward(RuleReward):

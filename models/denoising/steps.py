@@ -6,7 +6,7 @@ trained step is a step that adds enough noise to have a usable log-prob. Shapes:
 latents of a state.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from infra.store.bundles import BundledFile
+from infra.store.file_writer import write_files
 from models.config.denoising import DenoisingConfig
 from models.data.images import digest_of
 from models.denoising.families import Condition, DenoiserFamily, has_guidance_input, select_conditions
@@ -26,7 +27,7 @@ from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergenc
 from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
-from models.modeling.safetensors import save_tensors
+from models.modeling.safetensors import tensor_pieces
 from models.records.media import Gallery
 from models.records.model_input import ModelInput
 from models.records.seeds import derive_seed
@@ -210,13 +211,22 @@ class StepModule(TokenModule):
             self.setup.config.sampler, inputs.states_ND, prediction_ND, inputs.steps_N, self.setup.schedule
         )
 
-    def save(self, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> dict[str, BundledFile]:
+    def save(
+        self,
+        directory: Path,
+        *,
+        state: Mapping[str, Tensor] | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> dict[str, BundledFile]:
         """Write the denoiser's weights, without the frozen components. Returns the written files by their path relative
-        to the directory. `state` contains the weights if those of the denoiser are sharded."""
+        to the directory. `state` contains the weights if those of the denoiser are sharded. `on_progress` is called
+        after each chunk of the weights."""
         name = f"{self.setup.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
         tensors = cast(Mapping[str, Tensor], self.model.state_dict() if state is None else state)
-        return {name: save_tensors(tensors, directory / name, metadata={"format": "pt"})}
+        pieces = tensor_pieces(tensors, metadata={"format": "pt"})
+        written = write_files({directory / name: pieces}, on_progress=on_progress)
+        return {name: written[directory / name]}
 
 
 class StepLogprobs(StepModule):

@@ -13,6 +13,8 @@ from infra.store.inputs import fetch_path, format_path
 from models.config.engines import EngineSettings
 from models.config.images import PixelLimits
 from models.config.judges import (
+    ClipModel,
+    ClipModelReward,
     DirectoryJudge,
     DirectoryRewardModel,
     JudgeReward,
@@ -194,6 +196,16 @@ def check_directory_reward_model(
     from models.modeling.reward_model import check_reward_model
 
     return check_reward_model(fetch_path(model.path), reward.template)
+
+
+def check_clip_model(
+    reward: ClipModelReward, model: ClipModel, *, problems: Sequence[Problem], seed: int, gpus: float
+) -> int:
+    """Load a CLIP model with its head on the CPU, and return its number of parameters. Raises BadInput if the model
+    cannot be loaded or does not fit its image processor."""
+    from models.rewards.clip import ClipScorer
+
+    return ClipScorer(model).parameters
 
 
 def check_directory_judge(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
+from infra.store.file_writer import write_files
 from infra.store.storage import Store
 from models.config.lora import LoraConfig
 from models.config.policy import ModelOutline
@@ -26,7 +27,7 @@ from models.modeling.checkpointing import layers_to_recompute
 from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
 from models.modeling.policy import lock_model_construction
-from models.modeling.safetensors import save_tensors
+from models.modeling.safetensors import tensor_pieces
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
 from models.vision.parts import part_of
@@ -114,10 +115,13 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
+def save_adapters(
+    model: PreTrainedModel, directory: Path, *, on_progress: Callable[[], None] = lambda: None
+) -> dict[str, BundledFile]:
     """Write a model's adapters, and its classifier head if it has one, in peft's format. Returns the size and digest of
-    the written tensor file, keyed by file name."""
-    file = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
+    the written tensor file, keyed by file name. `on_progress` is called after each chunk of the file."""
+    pieces = tensor_pieces(dict(_named_as_peft(model)), metadata={"format": "pt"})
+    file = write_files({directory / TENSORS: pieces}, on_progress=on_progress)[directory / TENSORS]
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
     settings["target_modules"] = _shorten_names(model, settings["target_modules"])
     if head := _find_head_name(model):

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-GATHERED: Final = 2
-"""Number of gathered parameters that are kept at a time. The tensors of an expert alternate between two parameters that
-hold all experts of a layer."""
+from infra.store.file_writer import FILES_AT_ONCE
+
+GATHERED: Final = 2 * FILES_AT_ONCE
+"""Number of gathered parameters that are kept at a time. In each of the files that are written at the same time, the
+tensors of an expert alternate between two parameters that hold all experts of a layer."""
 
 
 class LazyTensor(Tensor):

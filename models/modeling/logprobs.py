@@ -3,7 +3,7 @@
 Shapes: B rows, T padded width, N completion tokens, C completion tokens of a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -201,10 +201,16 @@ class TokenModule(nn.Module):
             "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
         )
 
-    def save(self, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> dict[str, BundledFile]:
+    def save(
+        self,
+        directory: Path,
+        *,
+        state: Mapping[str, Tensor] | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> dict[str, BundledFile]:
         """Write the model, and return the size and digest of each weight file by name. `state` contains the weights if
-        those of the model are sharded."""
-        return save_pretrained(self.model, directory, state=state)
+        those of the model are sharded. `on_progress` is called after each chunk of the weights."""
+        return save_pretrained(self.model, directory, state=state, on_progress=on_progress)
 
     def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (completion tokens, hidden size)."""

@@ -1,4 +1,5 @@
-"""Safetensors files written as a stream, so that their digest is known as soon as the last byte is written.
+"""Safetensors files written as a stream, so that their digest is known as soon as the last byte is written. Tensors on
+a GPU are copied, written and hashed in chunks, so that no copy of the whole model is needed in host memory.
 
 The safetensors library only writes to paths or into memory. The bytes written here are identical to those of the
 library.
@@ -6,7 +7,7 @@ library.
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,8 @@ import transformers.modeling_utils
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infra.store.bundles import BundledFile, write_hashed
+from infra.store.bundles import BundledFile
+from infra.store.file_writer import Piece, write_files, write_hashed
 from models.modeling.lazy_tensors import compute_values
 
 _NAMES: Final = {
@@ -39,6 +41,10 @@ file."""
 DTYPES: Final = {text: dtype for dtype, text in _NAMES.items()}
 """Torch dtypes, keyed by their names in safetensors files."""
 
+CHUNK_BYTES: Final = 64 << 20
+"""Maximum size in bytes of the pieces in which tensors are copied, written and hashed. It is a power of two, because
+PyTorch rounds the sizes of pinned buffers up to one."""
+
 _SAVING = threading.Lock()
 
 
@@ -58,23 +64,47 @@ def save_tensors(
 
 
 def save_pretrained(
-    model: PreTrainedModel, directory: Path, *, state: Mapping[str, Tensor] | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> dict[str, BundledFile]:
     """Write a model's configuration and weights into a directory, and return the size and digest of each weight file by
-    name. `state` contains the weights if those of the model are sharded."""
-    files: dict[str, BundledFile] = {}
+    name. `state` contains the weights if those of the model are sharded. `on_progress` is called after each chunk of
+    the weights."""
+    files: dict[Path, Iterable[Piece]] = {}
     with _replace_writer(directory, files):
         model.save_pretrained(directory, state_dict=None if state is None else dict(state))
-    return files
+    return {path.name: file for path, file in write_files(files, on_progress=on_progress).items()}
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in host memory. For a tensor on a GPU this memory is pinned, which makes the copy
+    several times faster. PyTorch keeps freed pinned memory and uses it again for later copies."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor.detach(), non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copied
+
+
+def view_on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory: the argument if it is there, or else a copy."""
+    return tensor if tensor.device.type == "cpu" else copy_to_host(tensor)
 
 
 def tensor_pieces(
-    tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file with these tensors, piece by piece. Tensors on an accelerator are copied to
-    the CPU one at a time."""
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    to_host: Callable[[Tensor], Tensor] = view_on_host,
+) -> Iterator[Piece]:
+    """Yield the bytes of a safetensors file with these tensors, piece by piece. `to_host` is called with each chunk of
+    a tensor. By default, only chunks on an accelerator are copied."""
     outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return streamed_pieces(outlines, lambda name: compute_values(tensors[name]), metadata=metadata)
+    return streamed_pieces(outlines, lambda name: compute_values(tensors[name]), metadata=metadata, to_host=to_host)
 
 
 def streamed_pieces(
@@ -82,9 +112,11 @@ def streamed_pieces(
     make: Callable[[str], Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
-) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file piece by piece. `outlines` gives the dtype and shape of each tensor, and
-    `make` is called with a tensor's name to compute the tensor when it is written."""
+    to_host: Callable[[Tensor], Tensor] = view_on_host,
+) -> Iterator[Piece]:
+    """Yield the bytes of a safetensors file in pieces of at most `CHUNK_BYTES`. `outlines` gives the dtype and shape of
+    each tensor. `make` is called with a tensor's name to compute the tensor when it is written, and `to_host` with each
+    chunk of the tensor."""
     order = list(_NAMES)
     names = sorted(outlines, key=lambda name: (order.index(outlines[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -97,15 +129,19 @@ def streamed_pieces(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        tensor = make(name)
+        tensor = make(name).detach()
         if tensor.numel():
-            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            if not tensor.is_contiguous():
+                tensor = tensor.cpu().contiguous()
+            bytes_N = tensor.reshape(-1).view(torch.uint8)
+            for start in range(0, len(bytes_N), CHUNK_BYTES):
+                yield to_host(bytes_N[start : start + CHUNK_BYTES]).numpy().data
 
 
 @contextmanager
-def _replace_writer(directory: Path, files: dict[str, BundledFile]) -> Iterator[None]:
-    """Run the block with transformers writing a directory's weight files through `save_tensors`, which computes
-    digests. Descriptions of the written files are added to `files`.
+def _replace_writer(directory: Path, files: dict[Path, Iterable[Piece]]) -> Iterator[None]:
+    """Run the block, in which transformers saves a model, without writing weight files into the directory. Their paths
+    and contents are added to `files`.
 
     transformers has no other hook for this. If a version of transformers writes files by another function, the digests
     are computed later, from the written files.
@@ -113,7 +149,7 @@ def _replace_writer(directory: Path, files: dict[str, BundledFile]) -> Iterator[
 
     def save(tensors: dict[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
         if Path(path).parent == directory:
-            files[Path(path).name] = save_tensors(tensors, Path(path), metadata=metadata)
+            files[Path(path)] = tensor_pieces(tensors, metadata=metadata)
         else:  # from another thread
             original(tensors, path, metadata)
 

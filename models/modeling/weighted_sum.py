@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from infra.errors import BadInput
-from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
+from infra.store.bundles import CONTENTS, Contents
+from infra.store.file_writer import describe_pieces, write_hashed
 from infra.store.inputs import fetch_path, format_path, recorded_base
 from models.config.policy import MergePolicy
 from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files

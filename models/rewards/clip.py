@@ -6,11 +6,16 @@ uses only the embedding of the picture.
 """
 
 import json
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from shutil import copyfile
+from typing import Final, Literal
 
+import pyarrow as pa
 import torch
 from PIL import Image
 from safetensors import SafetensorError
@@ -20,14 +25,24 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path
-from models.config.reward_terms import ClipReward
+from infra.store.storage import Store
+from models.config.judges import ClipModel, ClipModelReward
+from models.config.reward_terms import ClipReward, ClipSettings
+from models.data.problems import Problem
+from models.modeling.directory import copy_directory
 from models.modeling.policy import first_line, load_weights
+from models.modeling.reward_model import ScoredTexts
+from models.records.media import Media
+from models.records.model_input import image_digests
+from models.records.work import JudgeWork
 from models.rewards.painting import PictureReward
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.vision.color_conversion import decode_rgb
 from models.vision.processor import BACKEND, SETTINGS
 
 WHERE: Final = "reward 'clip': path"
+HEAD_FILE: Final = "clip_head.safetensors"
+"""Name of the file with the head, in the copy of a CLIP model that a run stores."""
 OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -37,54 +52,111 @@ def clip_reward(config: ClipReward) -> PictureReward:
 
     Images are scored one at a time in float32. Raises BadInput if the model or the head cannot be loaded.
     """
-    scorer = _Scorer(config.path)
-    head = None if config.head is None else _load_head(config.head, width=scorer.width)
+    scorer = ClipScorer(config)
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
         """Return the score of the last picture. Raises ValueError if there is no picture."""
         if not images:
             raise ValueError("the reward 'clip' scores generated pictures, but this completion has none")
-        with torch.inference_mode():
-            embedding = scorer.image(decode_rgb(images[-1]))
-            if head is not None:
-                return float(head(embedding))
-            cosine = float(embedding @ scorer.text(prompt))
-        return cosine * scorer.logit_scale / 100 if config.value == "logit" else cosine
+        return scorer.score([prompt], [decode_rgb(images[-1])])[0]
 
     return reward
 
 
-class _Scorer:
-    """CLIP model with its image processor and tokenizer, which embeds texts and images."""
+class ClipScorer:
+    """CLIP model with its image processor and tokenizer, and the head if there is one. It scores pictures."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, config: ClipSettings, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         """Load the model and test it. Raises BadInput if it cannot be loaded or does not fit its image processor."""
-        here = _find_directory(path)
+        path, self._value = config.path, config.value
+        here = find_clip(path)
         try:
             self._pixels = AutoImageProcessor.from_pretrained(str(here), backend=BACKEND, **OFFLINE)
             self._tokenizer = AutoTokenizer.from_pretrained(str(here), **OFFLINE)
         except Exception as error:  # tokenizers raises Exception itself
             raise _unusable_model(path, f"the processor cannot be loaded: {first_line(error)}") from error
-        self._model = load_weights(CLIPModel, here, what=WHERE, device="cpu", dtype=torch.float32).eval()
+        self._model = load_weights(CLIPModel, here, what=WHERE, device=device, dtype=dtype).eval()
+        self._head = None if config.head is None else _load_head(config.head, width=self._model.config.projection_dim)
         self._length = self._model.config.text_config.max_position_embeddings
-        self.width: int = self._model.config.projection_dim
-        self.logit_scale = float(self._model.logit_scale.detach().exp())
+        self._logit_scale = float(self._model.logit_scale.detach().float().exp())
         side = self._model.config.vision_config.image_size
         try:
             with torch.inference_mode():
-                self.text("a picture"), self.image(Image.new("RGB", (side, side)))
+                self._embed_text("a picture"), self._embed_images([Image.new("RGB", (side, side))])
         except (ValueError, IndexError, RuntimeError, KeyError) as error:
             raise _unusable_model(path, f"the processor does not fit the model: {first_line(error)}") from error
 
-    def text(self, text: str) -> Tensor:
-        """Embed a text as a unit vector. Text beyond the model's context is truncated."""
-        tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
-        return _normalize(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the CLIP model."""
+        return int(self._model.num_parameters())
 
-    def image(self, image: Image.Image) -> Tensor:
-        """Embed an image as a unit vector."""
-        pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
-        return _normalize(self._model.get_image_features(pixels).pooler_output[0])
+    @torch.inference_mode()
+    def score(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
+        """Return the score of each image, given its prompt. The images share one forward pass. Scores of the same image
+        in batches of different sizes may be rounded differently."""
+        embeddings = self._embed_images(images)
+        if self._head is not None:
+            return [float(self._head(embedding)) for embedding in embeddings]
+        texts = {prompt: self._embed_text(prompt) for prompt in dict.fromkeys(prompts)}
+        cosines = [float(image @ texts[prompt]) for image, prompt in zip(embeddings, prompts, strict=True)]
+        return [cosine * self._logit_scale / 100 for cosine in cosines] if self._value == "logit" else cosines
+
+    def _embed_text(self, text: str) -> Tensor:
+        """Embed a text as a unit vector on the CPU. Text beyond the model's context is truncated."""
+        tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
+        tokens = tokens.to(self._model.device)
+        features = self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output
+        return _normalize(features[0].float().cpu())
+
+    def _embed_images(self, images: Sequence[Image.Image]) -> list[Tensor]:
+        """Embed images as unit vectors on the CPU."""
+        pixels = self._pixels(images=[*images], return_tensors="pt")["pixel_values"]
+        features = self._model.get_image_features(pixels.to(self._model.device, self._model.dtype)).pooler_output
+        return [_normalize(each) for each in features.float().cpu()]
+
+
+class PictureScorer:
+    """CLIP model of the reward `clip_model`, on the device of its worker. Implements `CompletionScorer`."""
+
+    columns = ("prompt", "images")
+
+    def __init__(self, reward: ClipModelReward, directory: Path, device: Literal["cpu", "cuda"]) -> None:
+        head = directory / HEAD_FILE
+        stored = reward.model.model_copy(update={"path": directory, "head": head if head.is_file() else None})
+        self._scorer = ClipScorer(stored, device=device, dtype=getattr(torch, reward.dtype))
+        self._batch = 1 if device == "cpu" else reward.batch_pictures
+
+    def score(
+        self, rollouts: pa.Table, store: Store, work: JudgeWork, on_pass: Callable[[int, float], None]
+    ) -> tuple[list[ScoredTexts], list[int]]:
+        """Score the last picture of each completion. Return the scores, and for each the number of pictures that the
+        model read."""
+        media, prompts = Media(store, work.media), rollouts["prompt"].to_pylist()
+        scores = [ScoredTexts(None, "the completion has no picture to score")] * len(prompts)
+        last = {row: digests[-1] for row, digests in enumerate(image_digests(rollouts)) if digests}
+        waiting = iter(last)
+        while rows := [*islice(waiting, self._batch)]:
+            started = time.perf_counter()
+            images = [decode_rgb(media.encoded(last[row])) for row in rows]
+            values = self._scorer.score([prompts[row] for row in rows], images)
+            on_pass(len(rows), time.perf_counter() - started)
+            for row, value in zip(rows, values, strict=True):
+                finite = math.isfinite(value)
+                scores[row] = ScoredTexts(value, None) if finite else ScoredTexts(None, f"the model's score is {value}")
+        return scores, [int(row in last) for row in range(len(prompts))]
+
+
+def write_clip_model(
+    reward: ClipModelReward, model: ClipModel, directory: Path, *, problems: Sequence[Problem], seed: int
+) -> int:
+    """Check a CLIP model in an external directory, copy it into `directory` with its head, and return its number of
+    parameters."""
+    parameters = ClipScorer(model).parameters
+    copy_directory(find_clip(model.path), directory)
+    if model.head is not None:
+        copyfile(fetch_path(model.head), directory / HEAD_FILE)
+    return parameters
 
 
 def _normalize(embedding: Tensor) -> Tensor:
@@ -92,7 +164,7 @@ def _normalize(embedding: Tensor) -> Tensor:
     return torch.nn.functional.normalize(embedding, dim=0)
 
 
-def _find_directory(path: Path) -> Path:
+def find_clip(path: Path) -> Path:
     """Return the local directory of the CLIP model. Raises BadInput if the directory does not contain a CLIP model."""
     here = fetch_path(path)
     if not here.is_dir():

@@ -1,11 +1,12 @@
 """Optimizer state in the store: one safetensors file per rank, and a JSON file with its layout.
 
 Every rank copies its part to host memory and writes the copy while the next rollouts are generated. The digest of the
-state is known before the files are written, because it is computed from the copy in memory. If a state is lost before
-it is stored, the update is repeated.
+state is known before the files are written, because each chunk of the copy is hashed while the next one is copied. The
+copy of a state on a GPU is in pinned memory, which the copies of later states use again. If a state is lost before it
+is stored, the update is repeated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,16 +21,15 @@ from infra.store.bundles import (
     BundleRef,
     Contents,
     complete_bundle,
-    describe_pieces,
     fetch_bundle_files,
     has_bundle,
     put_bundle_file,
-    write_hashed,
 )
 from infra.store.checksums import canonical_json
+from infra.store.file_writer import Piece, describe_pieces, write_pieces
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
-from models.modeling.safetensors import tensor_pieces
+from models.modeling.safetensors import copy_to_host, tensor_pieces
 from models.training.layouts import StateLayout, convert_state
 from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
 from models.training.trainer import Moments, Trainer
@@ -37,8 +37,9 @@ from models.training.trainer import Moments, Trainer
 _LAYOUT = "state.json"
 _FILE = TypeAdapter(BundledFile)
 
-HostCopy = tuple[Moments, BundledFile]
-"""Copy of one rank's optimizer state in host memory, with the size and digest of the file to be written."""
+HostCopy = tuple[Sequence[Piece], BundledFile]
+"""Copy of one rank's optimizer state in host memory: the content of the file to be written, with its size and
+digest."""
 
 
 class StateWriter:
@@ -63,10 +64,10 @@ class StateWriter:
     def begin(self, copying: "Future[HostCopy]") -> BundleRef:
         """Wait for a copy that `copy` started, start writing it, and return the reference of the optimizer state in the
         store. Training may then continue. Collective: every rank must call this."""
-        moments, own_file = copying.result()
+        pieces, own_file = copying.result()
         contents = self._gather_contents(own_file)
         ref = contents.ref("states")
-        self._under_way.append((self._thread.submit(self._write, moments, ref, contents), ref, contents))
+        self._under_way.append((self._thread.submit(self._write, pieces, ref, contents), ref, contents))
         return ref
 
     def wait(self) -> None:
@@ -85,19 +86,19 @@ class StateWriter:
         """Finish the writes in progress and end the background thread."""
         self._thread.shutdown()
 
-    def _write(self, moments: Moments, ref: BundleRef, contents: Contents) -> None:
+    def _write(self, pieces: Sequence[Piece], ref: BundleRef, contents: Contents) -> None:
         if has_bundle(self._store, ref):
             return
         with self._store.scratch() as scratch:
             name = _file_name(self._ranks.rank)
-            write_hashed(scratch / name, self._counted(moments))
+            write_pieces(scratch / name, self._counted(pieces))
             put_bundle_file(self._store, ref, contents, name, scratch / name)
         if self._ranks.rank == 0:
             put_bundle_file(self._store, ref, contents, _LAYOUT, _encoded(_build_layout(self._update, self._ranks)))
         complete_bundle(self._store, ref, contents)  # done by the last rank
 
-    def _counted(self, moments: Moments) -> Iterator[bytes | memoryview]:
-        for piece in tensor_pieces(moments):
+    def _counted(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
             yield piece
             self._on_progress()
 
@@ -161,8 +162,14 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
 
 
 def _copied(moments: Moments) -> HostCopy:
-    copied = {name: value.detach().to("cpu", copy=True) for name, value in moments.items()}
-    return copied, describe_pieces(tensor_pieces(copied))
+    pieces: list[Piece] = []
+
+    def copies() -> Iterator[Piece]:
+        for piece in tensor_pieces(moments, to_host=copy_to_host):
+            pieces.append(piece)
+            yield piece
+
+    return pieces, describe_pieces(copies())
 
 
 def _build_layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:

@@ -24,6 +24,7 @@ from models.modeling.head import LossGradient
 from models.modeling.layout import MicroBatch
 from models.modeling.lazy_tensors import build_lazy_state
 from models.modeling.logprobs import ForwardInput, TokenModule
+from models.modeling.safetensors import copy_to_host
 from models.training.optimizers import OptimizerFunction
 from models.training.ranks import Ranks, broadcast_bytes
 
@@ -170,20 +171,23 @@ class Trainer:
         """Whether only adapters are trained and the base weights stay fixed."""
         return has_adapters(self._model)
 
-    def save_weights(self, directory: Path) -> dict[str, BundledFile]:
+    def save_weights(
+        self, directory: Path, *, on_progress: Callable[[], None] = lambda: None
+    ) -> dict[str, BundledFile]:
         """Write the model as a Hugging Face directory on rank 0, or its adapters in peft's format.
 
-        Returns size and digest of the weight files by name on rank 0, and an empty dict on other ranks. Collective:
-        under ZeRO-3 the ranks gather all adapters together, but the weights of a model one after another.
+        Returns size and digest of the weight files by name on rank 0, and an empty dict on other ranks. `on_progress`
+        is called on rank 0 after each chunk of the files. Collective: under ZeRO-3 the ranks gather all adapters
+        together, but the weights of a model one after another.
         """
         if self.trains_adapters:
             with self._gathered(trained_parameters(self._model)):
-                return {} if self._ranks.rank else save_adapters(self._model, directory)
+                return {} if self._ranks.rank else save_adapters(self._model, directory, on_progress=on_progress)
         if self._stage == 3:
-            return self._save_sharded(directory)
-        return {} if self._ranks.rank else self._module.save(directory)
+            return self._save_sharded(directory, on_progress)
+        return {} if self._ranks.rank else self._module.save(directory, on_progress=on_progress)
 
-    def _save_sharded(self, directory: Path) -> dict[str, BundledFile]:
+    def _save_sharded(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, BundledFile]:
         """Write weights that are sharded over the ranks. Before each tensor that rank 0 writes, it sends the index of
         the parameter to the other ranks, and all of them gather this parameter."""
         parameters = list(self._model.parameters())
@@ -197,10 +201,11 @@ class Trainer:
         def gather(parameter: nn.Parameter) -> Tensor:
             broadcast_bytes(b"%d" % indices[id(parameter)], self._ranks)
             with self._gathered([parameter]):
-                return parameter.detach().to("cpu", copy=True)
+                return copy_to_host(parameter)
 
         try:
-            return self._module.save(directory, state=build_lazy_state(self._model, gather))
+            state = build_lazy_state(self._model, gather)
+            return self._module.save(directory, state=state, on_progress=on_progress)
         finally:
             broadcast_bytes(_END, self._ranks)
 

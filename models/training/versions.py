@@ -49,15 +49,17 @@ def publish_version(
     parent: ModelVersion,
     ranks: Ranks,
     put: Literal["durable", "early", "not"],
+    on_progress: Callable[[], None],
 ) -> ModelVersion:
     """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks. With
     `put` = "not", nothing is stored and only the description of the new version is returned. With "early", the files
-    may be used at once but must be synced to disk before a manifest names them. Collective: every rank must call this.
+    may be used at once but must be synced to disk before a manifest names them. `on_progress` is called while rank 0
+    writes the files. Collective: every rank must call this.
 
     If adapters are trained, the new version combines its parent's weights with a new adapter.
     """
     with store.scratch() as scratch:
-        files = trainer.save_weights(scratch)
+        files = trainer.save_weights(scratch, on_progress=on_progress)
         encoded = b""
         if ranks.rank == 0:
             prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
@@ -98,11 +100,15 @@ class ResidentTrainer:
     The weights and optimizer state of a version are bit-for-bit the same, whether kept in memory or loaded again.
     """
 
-    def __init__(self, store: Store, build: Build, config: UpdateConfig, *, ranks: Ranks) -> None:
+    def __init__(
+        self, store: Store, build: Build, config: UpdateConfig, *, ranks: Ranks, on_progress: Callable[[], None]
+    ) -> None:
+        """Create an object without a trainer. `on_progress` is called while rank 0 writes a published model."""
         self._store = store
         self._build = build
         self._config = config
         self._ranks = ranks
+        self._on_progress = on_progress
         self._trainer: Trainer | None = None
         self._loaded_version: tuple[int, str] | None = None
         """Number and digest of the version whose weights and optimizer state are in the trainer, or None if they belong
@@ -183,7 +189,15 @@ class ResidentTrainer:
     def _published(
         self, parent: ModelVersion, *, version: int, put: Literal["durable", "early", "not"]
     ) -> ModelVersion:
-        return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
+        return publish_version(
+            self._store,
+            self.trainer,
+            version=version,
+            parent=parent,
+            ranks=self._ranks,
+            put=put,
+            on_progress=self._on_progress,
+        )
 
 
 def _copy_moments(moments: Moments) -> Moments:
@@ -211,8 +225,8 @@ class LoadedModels:
         self.ranks = ranks
         self.images = Gallery()
         self.states = StateWriter(store, update, ranks=ranks, on_progress=on_progress)
-        self.policy = ResidentTrainer(store, self._build_actor, update, ranks=ranks)
-        self.critic = ResidentTrainer(store, self._build_valuer, update, ranks=ranks)
+        self.policy = ResidentTrainer(store, self._build_actor, update, ranks=ranks, on_progress=on_progress)
+        self.critic = ResidentTrainer(store, self._build_valuer, update, ranks=ranks, on_progress=on_progress)
         self._store = store
         self._update = update
         self._temperature = temperature

@@ -283,7 +283,7 @@ class OfflineTrainer:
     ) -> Outcome:
         clock = time.perf_counter
         started = clock()
-        resident = ResidentTrainer(self._store, build, self._update, ranks=ranks)
+        resident = ResidentTrainer(self._store, build, self._update, ranks=ranks, on_progress=self._on_progress)
         try:
             trainer = resident.load_with_fresh_optimizer(model)
             loaded = clock()

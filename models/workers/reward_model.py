@@ -2,19 +2,23 @@
 
 import logging
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Protocol, cast
 
 import pyarrow as pa
 import torch
 
 from infra.errors import BadInput
+from infra.plugins import find_target
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.judges import ModelReward
+from infra.store.storage import Store, open_store
+from models.config.judges import HostedModelReward, ModelReward
 from models.data.problems import NO_ARGUMENTS, Message
 from models.engines.device import choose_device
 from models.engines.protocol import StepSums
-from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
+from models.modeling.reward_model import ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
@@ -24,7 +28,60 @@ from models.workers.prompt_chats import read_chats
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion")
+PLACES = ("prompt_row", "sample")
+
+
+class CompletionScorer(Protocol):
+    """Loaded model that scores completions. The worker creates it with the reward's settings, the model's directory and
+    the device."""
+
+    columns: tuple[str, ...]
+    """Columns of a rollout shard that the model reads."""
+
+    def score(
+        self, rollouts: pa.Table, store: Store, work: JudgeWork, on_pass: Callable[[int, float], None]
+    ) -> tuple[list[ScoredTexts], list[int]]:
+        """Return the score of each completion, and the number of tokens or pictures that the model read for it (0 if it
+        was not scored). `on_pass` is called after each forward pass with its rows and its duration in seconds."""
+        ...
+
+
+class TextScorer:
+    """Sequence classifier of the reward `model`, which scores texts. Implements `CompletionScorer`."""
+
+    columns = ("prompt", "completion")
+
+    def __init__(self, reward: ModelReward, directory: Path, device: Literal["cpu", "cuda"]) -> None:
+        self._reward = reward
+        self._model = load_reward_model(directory, device=device, dtype=getattr(torch, reward.dtype))
+
+    def score(
+        self, rollouts: pa.Table, store: Store, work: JudgeWork, on_pass: Callable[[int, float], None]
+    ) -> tuple[list[ScoredTexts], list[int]]:
+        """Return the score of each completion, and the number of tokens that were processed for it (0 if a text exceeds
+        the context)."""
+        texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
+        chats = None if work.prompts is None else read_chats(store, work.prompts)
+        prompt_rows = rollouts["prompt_row"].to_pylist()
+        inputs: list[ModelInput] = []
+        faults: dict[int, str] = {}
+        for row, (prompt, completion) in enumerate(texts):
+            try:
+                encoded = encode(
+                    self._model.tokenizer,
+                    self._reward.template,
+                    prompt=prompt,
+                    completion=completion,
+                    messages=() if chats is None else chats[prompt_rows[row]][0] or (Message("user", prompt),),
+                    arguments=NO_ARGUMENTS if chats is None else chats[prompt_rows[row]][1],
+                )
+            except ValueError as error:
+                encoded, faults[row] = ModelInput(), str(error)
+            inputs.append(encoded)
+        scores = score(self._model, inputs, batch_tokens=self._reward.batch_tokens, on_pass=on_pass)
+        lengths = [len(each) if len(each) <= self._model.context else 0 for each in inputs]
+        results = [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)]
+        return results, lengths
 
 
 class RewardModelWorker:
@@ -32,13 +89,13 @@ class RewardModelWorker:
     weights are verified before use. The same work gives the same shard, byte for byte, in any process with the same
     number of threads."""
 
-    def __init__(self, store_uri: str, run: str, term: str, reward: ModelReward, threads: int) -> None:
+    def __init__(self, store_uri: str, run: str, term: str, reward: HostedModelReward, threads: int) -> None:
         torch.set_num_threads(threads)
         self._device = choose_device()
         self._store = open_store(f"{store_uri}/{run}")
         self._term = term
         self._reward = reward
-        self._model: RewardModel | None = None
+        self._model: CompletionScorer | None = None
         self._loaded = ""
         self._progress = 0
         self._steps = StepSums()
@@ -53,7 +110,11 @@ class RewardModelWorker:
         if self._loaded != policy.weights.digest:
             self.sleep()  # the old weights are freed before the new ones are loaded
             directory = fetch_bundle(self._store, policy.weights)
-            self._model = load_reward_model(directory, device=self._device, dtype=getattr(torch, self._reward.dtype))
+            build = cast(
+                Callable[..., CompletionScorer],
+                find_target(self._reward.scorer, where=f"reward model {self._term}"),
+            )
+            self._model = build(self._reward, directory, self._device)
             self._loaded = policy.weights.digest
             self._progress += 1
             logger.info("reward model %s: loaded %s", self._term, self._loaded)
@@ -75,8 +136,9 @@ class RewardModelWorker:
             raise BadInput(f"reward model {self._term}: the work unit does not name the reward model's weights")
         self.take(work.model)
         loaded, before = clock(), self._steps
-        rollouts = read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS)
-        scores, tokens_read = self._score(rollouts, work)
+        assert self._model is not None, "take() loads the model"
+        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *self._model.columns))
+        scores, tokens_read = self._model.score(rollouts, self._store, work, self._passed)
         finished_scoring = clock()
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest, "term": self._term}
         ref = write_shard(self._store, _table(rollouts, scores), kind="verdicts", metadata=metadata)
@@ -93,33 +155,6 @@ class RewardModelWorker:
             }
             | self._steps.since(before),
         )
-
-    def _score(self, rollouts: pa.Table, work: JudgeWork) -> tuple[list[ScoredTexts], list[int]]:
-        """Return the score of each completion, and the number of tokens that were processed for it (0 if a text exceeds
-        the context)."""
-        assert self._model is not None, "take() comes first"
-        texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
-        chats = None if work.prompts is None else read_chats(self._store, work.prompts)
-        prompt_rows = rollouts["prompt_row"].to_pylist()
-        inputs: list[ModelInput] = []
-        faults: dict[int, str] = {}
-        for row, (prompt, completion) in enumerate(texts):
-            try:
-                encoded = encode(
-                    self._model.tokenizer,
-                    self._reward.template,
-                    prompt=prompt,
-                    completion=completion,
-                    messages=() if chats is None else chats[prompt_rows[row]][0] or (Message("user", prompt),),
-                    arguments=NO_ARGUMENTS if chats is None else chats[prompt_rows[row]][1],
-                )
-            except ValueError as error:
-                encoded, faults[row] = ModelInput(), str(error)
-            inputs.append(encoded)
-        scores = score(self._model, inputs, batch_tokens=self._reward.batch_tokens, on_pass=self._passed)
-        lengths = [len(each) if len(each) <= self._model.context else 0 for each in inputs]
-        results = [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)]
-        return results, lengths
 
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1

@@ -132,7 +132,7 @@ def gradients(uri: str, outcome: Outcome) -> np.ndarray:
 
 def bytes_moved(act: Callable[[], object], monkeypatch) -> tuple[int, int]:
     """Return the bytes that this process writes to files, and the bytes that it reads, during a call."""
-    hashed, digest = [0], bundles._digest
+    hashed, digest = [0], bundles.digest_file
 
     def counting(path: Path) -> str:
         hashed[0] += path.stat().st_size  # mapped, which the system does not count
@@ -143,7 +143,7 @@ def bytes_moved(act: Callable[[], object], monkeypatch) -> tuple[int, int]:
         return int(found["wchar"]), int(found["rchar"])
 
     with monkeypatch.context() as patch:
-        patch.setattr(bundles, "_digest", counting)
+        patch.setattr(bundles, "digest_file", counting)
         before = counted()
         act()
         after = counted()

@@ -191,9 +191,10 @@ class Ring:
         self.world = 0
         self.address = ("", 0)
         self.joins = 0
+        self.steps = 0
 
     def progress(self) -> int:
-        return 0
+        return self.steps
 
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self.rank, self.world, self.address = rank, world_size, (master_address, master_port)
@@ -216,6 +217,17 @@ class Ring:
         if self.rank == 1 and not marker.exists():
             marker.touch()
             time.sleep(600)
+        return self._gather()
+
+    def wait_for_one(self, marker: Path) -> tuple[int, int]:
+        """Let rank 0 make progress for four seconds, while the other ranks wait for it without progress."""
+        while self.rank == 0 and self.steps < 40:
+            self.steps += 1
+            time.sleep(0.1)
+        if self.rank == 0:
+            marker.touch()
+        while not marker.exists():
+            time.sleep(0.05)
         return self._gather()
 
     def _gather(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import pytest_asyncio
 from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.cluster import RayCluster
 from infra.pools.machines import Machines
+from infra.pools.stalls import StallClock
 from infra.pools.worker import PoolSpec
 from infra.processes.guard import processes_of
 from tests.support.drivers import COUNTING_POOL, read_line, read_output, start_driver, until, wait_until_gone
@@ -56,7 +57,7 @@ async def test_a_worker_at_work_is_lost_as_soon_as_its_machine_has_left_the_clus
     process.suspend()
     try:
         with pytest.raises(WorkerLost, match="the machine of this worker has left the cluster"):
-            await elsewhere.perform("echo", 1, stall_seconds=20)
+            await elsewhere.perform("echo", 1, clock=StallClock(20))
     finally:
         process.resume()
     await pool.close()
@@ -292,6 +293,14 @@ async def test_cancelled_work_ends_its_ranks_and_the_next_work_has_new_ranks(rin
 async def test_a_rank_that_stalls_restarts_the_whole_group(cluster, tmp_path):
     group = await cluster.ranks(spec("Ring", size=2, stall_seconds=1.5))
     assert (await group.run("hang_on_one", tmp_path / "hung", returns=tuple)).attempts == 2
+    await group.close()
+
+
+@pytest.mark.slow
+async def test_a_rank_may_wait_for_another_rank_that_makes_progress(cluster, tmp_path):
+    group = await cluster.ranks(spec("Ring", size=2, stall_seconds=1.5))
+    done = await group.run("wait_for_one", tmp_path / "written", returns=tuple)
+    assert (done.attempts, done.seconds > 3) == (1, True)
     await group.close()
 
 

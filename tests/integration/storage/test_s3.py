@@ -257,8 +257,8 @@ def test_another_machine_fetches_and_hashes_a_bundle_once(place, weather, tmp_pa
     bundle = publish_bundle(place.open(), tmp_path / "made", prefix="policies")
     other = open_elsewhere(place, tmp_path, uri=place.uri + "/")
     monkeypatch.setattr(infra.store.bundles, "_known", {})
-    hashed, digest = [], infra.store.bundles._digest
-    monkeypatch.setattr(infra.store.bundles, "_digest", lambda path: hashed.append(path.name) or digest(path))
+    hashed, digest = [], infra.store.bundles.digest_file
+    monkeypatch.setattr(infra.store.bundles, "digest_file", lambda path: hashed.append(path.name) or digest(path))
     with verify_while_reading(other, bundle, large_suffix=".safetensors") as directory:
         assert (directory / "model.safetensors").read_bytes() == b"model.safetensors" * 100
     assert fetch_bundle(other, bundle) == directory

@@ -30,3 +30,12 @@ def test_publishing_gathers_one_tensor_at_a_time_and_writes_the_gathered_weights
     stored = fetch_bundle(open_store(f"{uri}/run"), model.weights)
     for name in files:
         assert (stored / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_writing_weights_counts_as_progress(uri, policy, stage):
+    worker = start_worker(uri, change(CONFIG, zero_stage=stage))
+    model = worker.update(update_work(uri, policy)).model
+    before = worker.progress()
+    worker._models.policy.describe(model, version=2)
+    assert worker.progress() >= before + len([*worker._models.policy.trainer._model.parameters()])

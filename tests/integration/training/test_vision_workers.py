@@ -220,6 +220,7 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
         lambda _: TokenLogprobs(load_policy(directory), temperature=1.0, vision=vision),
         CONFIG,
         ranks=ranks,
+        on_progress=lambda: None,
     )
     warmup = SupervisedWarmup(steps=150, batch_size=4, learning_rate=3e-3)
     learnt = fine_tune(

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -18,8 +20,9 @@ from infra.store.bundles import (
     publish_bundle,
     sync_bundle,
     verify_while_reading,
-    write_hashed,
 )
+from infra.store.checksums import digest_file
+from infra.store.file_writer import write_hashed
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 from tests.support.stores import RacedStore, flip_bit, read_files, write_files
@@ -141,7 +144,7 @@ def test_large_files_are_verified_while_they_are_used_and_small_ones_before(stor
     monkeypatch.setattr(bundles, "_known", {})
     with verify_while_reading(store, ref, large_suffix=".safetensors") as directory:
         assert read_files(directory).keys() == {*FILES, "bundle.json"}
-    monkeypatch.setattr(bundles, "_digest", lambda path: pytest.fail(f"{path} is known, and read again"))
+    monkeypatch.setattr(bundles, "digest_file", lambda path: pytest.fail(f"{path} is known, and read again"))
     with verify_while_reading(store, ref, large_suffix=".safetensors"):
         pass
 
@@ -273,3 +276,26 @@ def test_every_existing_bundle_is_complete_after_its_publisher_is_killed(store, 
         digest = blake3(store.read(key)).hexdigest()
         assert fetch_bundle(store, BundleRef(key=f"policies/{digest[:16]}", digest=digest, bytes=400_000)).is_dir()
     assert len(published) >= 4
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from infra.store import checksums
+checksums.MIN_THREADED_BYTES = 1
+path = Path(sys.argv[1])
+before = checksums.digest_file(path)
+child = os.fork()
+signal.alarm(60)
+if child == 0:
+    os._exit(checksums.digest_file(path) != before)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+"""Program that computes the digest of a file with several threads, and again in a forked process."""
+
+
+def test_a_process_forked_after_a_digest_with_several_threads_computes_digests(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(2**21))
+    subprocess.run([sys.executable, "-c", FORKED, str(path)], check=True)
+    assert digest_file(path) == blake3(path.read_bytes()).hexdigest()

@@ -23,7 +23,7 @@ class Gated:
         self.begun: list[object] = []
         self.gate = asyncio.Event()
 
-    async def perform(self, method, *arguments, stall_seconds):
+    async def perform(self, method, *arguments, clock):
         self.begun += arguments
         await self.gate.wait()
         self.gate.clear()

@@ -14,17 +14,29 @@ from tokenizers.processors import TemplateProcessing
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
 from infra.errors import BadInput
+from infra.store.bundles import publish_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
+from models.config.judges import ClipModel, ClipModelReward
 from models.config.reward_terms import ClipReward
 from models.config.rewards import ScoringConfig
-from models.data.images import digest_of
+from models.data.images import digest_of, media_tables
+from models.modeling.initial import write_served_model
 from models.modeling.policy import lock_model_construction
-from models.records.media import InMemoryImages
+from models.records.media import MEDIA, InMemoryImages
+from models.records.schemas import VERDICT_SCHEMA
+from models.records.versions import ModelVersion
+from models.records.work import JudgeWork
+from models.rewards.clip import ClipScorer
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.rules import build_reward
 from models.text.tokenizer import train_tokenizer
+from models.vision.color_conversion import decode_rgb
+from models.workers.reward_model import RewardModelWorker
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import rescoring_dependencies
 from tests.support.model_files import change_files
+from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.vision import picture
 
 TEXTS = ("red square left", "a blue circle " * 9)
@@ -144,6 +156,54 @@ def test_the_dependencies_of_a_reward_contain_every_file_and_change_with_the_wei
     change_files(copy, {"model.safetensors": {"logit_scale": torch.tensor(2.0)}})
     after = rescoring_dependencies(ScoringConfig(rewards=(ClipReward(path=copy),))).data
     assert [path for path in same if same[path].digest != after[path].digest] == [str(copy / "model.safetensors")]
+
+
+# ---- in worker slots
+
+
+def read_verdicts(directory, root, *, pictures=PICTURES, texts=TEXTS, **settings):
+    """Score a shard of pictures, one of each text, with a worker. Return its rows of verdicts."""
+    store = open_store(str(root / "run"))
+    reward = ClipModelReward(model=ClipModel(path=directory, **settings))
+    with store.scratch() as folder:
+        write_served_model(reward, folder, problems=(), seed=0)
+        model = ModelVersion(0, publish_bundle(store, folder, prefix="judges"))
+    digests = {digest_of(encoded): encoded for encoded in pictures}
+    rows = [
+        rollout(row, 0, "", prompt=text) | {"images": [digest] if digest else []}
+        for row, (text, digest) in enumerate(zip(texts, digests or [None], strict=True))
+    ]
+    media = tuple(write_shard(store, each, kind=MEDIA, metadata={}) for each in media_tables(pictures))
+    worker = RewardModelWorker(str(root), "run", "look", reward, 1)
+    [verdicts] = worker.judge(JudgeWork(1, write_rollouts(store, *rows), model=model, seed=0, media=media)).shards
+    return read_shard(store, verdicts, VERDICT_SCHEMA.names).to_pylist()
+
+
+def test_a_worker_in_a_slot_gives_the_scores_of_the_reward_clip(clip, tmp_path):
+    expected = [row[column] for column, row in enumerate(compute_rewards(ClipReward(path=clip, value="logit")))]
+    assert [row["value"] for row in read_verdicts(clip, tmp_path, value="logit")] == expected
+
+
+def test_a_worker_in_a_slot_uses_the_stored_copy_of_the_head(clip, tmp_path):
+    write_head(tmp_path / "head.safetensors", weight=(1, WIDTH))
+    head = {"head": tmp_path / "head.safetensors"}
+    expected = [row[0] for row in compute_rewards(ClipReward(path=clip, **head))]
+    assert [row["value"] for row in read_verdicts(clip, tmp_path, **head)] == expected
+
+
+def test_a_completion_without_a_picture_gets_no_score_from_a_worker(clip, tmp_path):
+    [row] = read_verdicts(clip, tmp_path, pictures=(), texts=TEXTS[:1])
+    assert row["value"] is None and "no picture" in row["error"]
+
+
+@pytest.mark.gpu
+def test_batched_scores_on_a_gpu_agree_with_the_scores_on_the_cpu(clip):
+    images = [decode_rgb(encoded) for encoded in PICTURES]
+    expected = [
+        ClipScorer(ClipReward(path=clip)).score([text], [image])[0] for text, image in zip(TEXTS, images, strict=True)
+    ]
+    scores = ClipScorer(ClipReward(path=clip), device="cuda").score(TEXTS, images)
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 # ---- refused directories and heads

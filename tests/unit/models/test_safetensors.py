@@ -4,11 +4,21 @@ import pytest
 import torch
 from blake3 import blake3
 from safetensors.torch import save
+from transformers import modeling_utils
 
+from infra.store.file_writer import describe_pieces
 from models.config.policy import ScratchPolicy
 from models.data.problems import load_problems
+from models.modeling import safetensors
 from models.modeling.policy import build_scratch
-from models.modeling.safetensors import save_pretrained, save_tensors
+from models.modeling.safetensors import (
+    CHUNK_BYTES,
+    copy_to_host,
+    save_pretrained,
+    save_tensors,
+    tensor_pieces,
+    view_on_host,
+)
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.training import DATA
 
@@ -34,11 +44,53 @@ def test_a_tensor_that_is_not_contiguous_is_written_as_if_it_were(tmp_path):
     assert (tmp_path / "file").read_bytes() == save({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
-def test_a_saved_model_has_the_files_of_transformers_and_the_digests_of_its_weights(tmp_path):
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_give_the_bytes_of_their_copies_in_host_memory(tmp_path):
+    pieces = CHUNK_BYTES // 4
+    tensors = {
+        "large": torch.arange(2 * pieces + 5),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "one": torch.ones(()),
+    }
+    on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+    expected = describe_pieces(tensor_pieces(tensors))
+    for to_host in (view_on_host, copy_to_host):
+        assert describe_pieces(tensor_pieces(on_gpu, to_host=to_host)) == expected
+    assert copy_to_host(on_gpu["large"]).is_pinned()
+
+
+def test_large_tensors_are_written_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "CHUNK_BYTES", 64)
+    tensors = {"a": torch.arange(100), "b": torch.arange(3), "c": torch.arange(8.0)}
+    _, *chunks = map(len, tensor_pieces(tensors))
+    assert chunks == [*[64] * 12, 32, 24, 32]
+    save_tensors(tensors, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == save(tensors)
+
+
+def test_copies_stay_the_same_when_tensors_change():
+    tensor = torch.zeros(3)
+    views, copies = ([*tensor_pieces({"a": tensor}, to_host=to_host)] for to_host in (view_on_host, copy_to_host))
+    tensor.fill_(1)
+    assert [bytes(pieces[1]) for pieces in (views, copies)] == [
+        torch.full((3,), x).numpy().tobytes() for x in (1.0, 0.0)
+    ]
+
+
+@pytest.mark.parametrize("max_bytes", ["50GB", "4KB"])
+def test_a_saved_model_has_the_files_of_transformers_and_the_digests_of_its_weights(tmp_path, max_bytes, monkeypatch):
+    split = modeling_utils.split_torch_state_dict_into_shards
+    monkeypatch.setattr(
+        modeling_utils,
+        "split_torch_state_dict_into_shards",
+        lambda state, **options: split(state, **options | {"max_shard_size": max_bytes}),
+    )
     policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1)
     model = build_scratch(policy, scratch_tokenizer(policy, load_problems(DATA, "train", 0)), seed=0)
     model.save_pretrained(tmp_path / "theirs")
-    files = save_pretrained(model, tmp_path / "ours")
+    progress = []
+    files = save_pretrained(model, tmp_path / "ours", on_progress=lambda: progress.append(1))
+    assert len(progress) == len([*model.parameters()]) + len(files)  # and the header of each file
     theirs, ours = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("theirs", "ours")
     )
