@@ -7,6 +7,7 @@ policy on a GPU too.
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,10 +91,12 @@ def measure() -> Iterator[Table]:
         lengths, samples = _write_samples(uri, size)
         generated = Generated(prompts=(size.prompt_tokens,) * size.prompts, lengths=lengths)
         flops = 3 * shared_flops(size.decoder, generated)  # the backward pass takes twice the forward pass
+        # varlen requires 16 bits and a GPU
+        variants = [each for each in VARIANTS if size.dtype == "bfloat16" or "varlen" not in each.name]
         rows = []
-        for variant in VARIANTS:
-            if size.dtype == "bfloat16" or "varlen" not in variant.name:  # varlen requires 16 bits and a GPU
-                rows.append(_measure_variant(uri, policy, samples, size, variant, flops=flops, peak=peak))
+        for variant in variants:
+            rows.append(_measure_variant(uri, policy, samples, size, variant, flops=flops, peak=peak))
+            sys.stderr.write(f"{rows[-1]}\n")
     yield Table(
         f"updates of a {size.decoder.name} policy in {size.dtype} on {device.name}: "
         f"{size.prompts * GROUP} completions, "

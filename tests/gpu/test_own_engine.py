@@ -44,3 +44,17 @@ def test_the_trainer_computes_the_log_probs_that_the_engine_recorded(dtype, larg
     errors_N = np.abs(found_N - np.concatenate([logprobs for _, logprobs in pairs]))
     record_property("figure", f"log-probs differ by {errors_N.mean():.1e} on average, {errors_N.max():.1e} at most")
     assert errors_N.max() < largest
+
+
+def test_convolutions_of_float32_are_not_rounded_to_tf32(record_property):
+    record_property("part", "float32 convolutions")
+    assert choose_device() == "cuda"
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(4, 3, 448, 448, generator=generator)
+    patches = torch.nn.Conv2d(3, 1024, kernel_size=14, stride=14, bias=False)
+    with torch.inference_mode():
+        exact = torch.nn.functional.conv2d(images.double(), patches.weight.double(), stride=14)
+        found = patches.cuda()(images.cuda()).cpu()
+    error = float((found - exact).norm() / exact.norm())
+    record_property("figure", f"relative error {error:.1e}")
+    assert error < 1e-5  # TF32 has 3e-4

@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.support.in_process import run_command
 from tests.support.jobs import Fault, Job, manifest_of
 
+pytest.importorskip("ray", reason="the workers of a run are processes of Ray")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 SHARED = (
@@ -24,7 +26,7 @@ def test_a_run_whose_driver_and_rank_are_killed_goes_on_and_is_intact(tmp_path, 
     resumed = job.train(*SHARED, faults=[Fault("update-0", "progress", "update .*iteration=3")])
     assert resumed.code == 0, resumed.output
     assert job.struck() == 1
-    verified = job.command("verify")
+    verified = run_command("verify", "tiny", "--store", str(job.store))
     assert verified.code == 0, verified.output
     updates = [manifest_of(job.run, f"it-000{number}/update")["metrics"] for number in (1, 2, 3)]
     repeated = [metrics.get("repeated_difference", 0.0) for metrics in updates]
