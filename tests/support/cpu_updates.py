@@ -46,10 +46,14 @@ def take_updates(uri: str, config: UpdateConfig) -> Updates:
 
 
 def take_updates_on_cpu(directory: Path, configs: Mapping[str, UpdateConfig]) -> dict[str, Updates]:
-    """Take updates for each configuration in a process that sees no GPU. Each has a store in the directory."""
+    """Take updates for each configuration in processes that see no GPU. Each has a store in the directory."""
     uris = [str(directory / name) for name in configs]
     # A spawned process gets the environment that this process has when the spawned one starts.
-    with patch.dict(os.environ, WITHOUT_GPUS), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    processes = min(4, os.cpu_count() or 1)
+    with (
+        patch.dict(os.environ, WITHOUT_GPUS),
+        ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
+    ):
         return dict(zip(configs, pool.map(take_updates, uris, configs.values()), strict=True))
 
 
