@@ -14,7 +14,7 @@ from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.inputs import format_path
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
-from tasks.config.gpus import find_memory_conflicts, gpu_layout
+from tasks.config.gpus import find_default_float32, find_memory_conflicts, gpu_layout, library_bytes
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
@@ -173,6 +173,8 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"but this machine has {available_gpus}. The run could not start here. Lower these settings, or set "
             "pools.ray_address to a cluster with enough GPUs."
         )
+    if (precision_note := find_default_float32(config)) is not None:
+        yield precision_note
     if minibatches > prompts:
         yield (
             f"update.minibatches is {minibatches}, but an iteration has {format_count(prompts, 'prompt')}, so it "
@@ -368,6 +370,7 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
     if not config.pools.gpus_per_update_rank:  # on CPUs nothing is offloaded
         return _format_memory(facts, "update")
     writing = ("writing",) if "update_writing_bytes" in facts else ()  # ranks on GPUs copy weights to machine memory
+    facts = facts | library_bytes(config.update, facts, ranks=config.pools.update_ranks)
     return _format_memory(facts, "update", offloaded=(*config.update.offloaded, *writing))
 
 
@@ -382,4 +385,4 @@ def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, 
         if offloaded_parts
         else ""
     )
-    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted){addition}"
+    return f"{sum(parts.values()):,.1f} MiB ({detail}{'' if 'cuda' in parts else '; libraries not counted'}){addition}"

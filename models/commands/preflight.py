@@ -218,8 +218,7 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], notes: list[str]) -> dict[str, float]:
-    """Check everything that depends on the policy's files. Return sizes and memory estimates, and append remarks for
-    the user to `notes`."""
+    """Check all that depends on the policy's files. Return sizes and memory, and append remarks to `notes`."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.commands.preferences import check_preferences
     from models.environments.runtime import check_turns, tools_of
@@ -235,6 +234,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
     inputs.update.check_model(shape)
+    inputs.rollout.engine.check_policy(shape, "rollout.engine")
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor, rules = [*train, *heldout], policy.load_processor(inputs.data.pixels), inputs.data.text_rules

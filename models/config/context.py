@@ -1,6 +1,22 @@
-"""Maximum sequence length of a model, read from the model's config.json. Torch-free."""
+"""Maximum sequence length of a model, and settings of longrope models, read from the model's config.json.
+Torch-free."""
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LongropeScale:
+    """Factor by which transformers and vLLM multiply the cosines and sines of rotary positions, in a longrope model
+    with its short factors."""
+
+    trained: float
+    """Factor in transformers 5.23, which the trainer uses."""
+    served: float
+    """Factor in vLLM 0.32. vLLM ignores the keys `factor` and `attention_factor`."""
+    keys: tuple[str, ...]
+    """Settings in config.json on which one of the two factors depends."""
 
 
 def usable_context(longest: int | None, config: Mapping[str, object]) -> int | None:
@@ -22,16 +38,43 @@ def usable_context(longest: int | None, config: Mapping[str, object]) -> int | N
 def longrope_context(config: Mapping[str, object]) -> int | None:
     """Return the original context length of a longrope model (`original_max_position_embeddings`), up to which it uses
     its short factors. Return None for other models."""
-    contexts = [
-        original
-        for rope in _iter_rope_settings(config)
-        if rope.get("rope_type", rope.get("type")) in ("longrope", "su")
-        and isinstance(
-            original := rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings")),
-            int,
-        )
-    ]
-    return min(contexts, default=None)
+    return min((original for _, original in _iter_longrope_settings(config)), default=None)
+
+
+def longrope_scales(config: Mapping[str, object]) -> list[LongropeScale]:
+    """Return the scales of a longrope model, one for each table of rotary settings in its config.json. Return an empty
+    list for other models.
+
+    Without settings, both libraries compute sqrt(1 + ln s / ln L), with the original context length L and the ratio s =
+    max_position_embeddings / L (arXiv 2402.13753). transformers reads `attention_factor`, else it takes s from
+    `factor`; its class for `phimoe` reads `short_mscale`. vLLM reads `short_mscale`. The key `long_mscale` has no
+    effect, because Rheostat uses only the short factors.
+    """
+    scales = []
+    for rope, original in _iter_longrope_settings(config):
+        ratio = _number(config.get("max_position_embeddings"), original) / original
+        served = _number(rope.get("short_mscale"), _attention_scale(ratio, original))
+        trained = _attention_scale(_number(rope.get("factor"), ratio), original)
+        trained = served if config.get("model_type") == "phimoe" else _number(rope.get("attention_factor"), trained)
+        keys = tuple(key for key in ("factor", "attention_factor", "short_mscale") if rope.get(key) is not None)
+        scales.append(LongropeScale(trained, served, keys))
+    return scales
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _attention_scale(ratio: float, original: int) -> float:
+    return 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+
+
+def _iter_longrope_settings(config: Mapping[str, object]) -> Iterator[tuple[Mapping[str, object], int]]:
+    """Yield each table with settings of longrope in a config.json, with its original context length."""
+    for rope in _iter_rope_settings(config):
+        original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su") and isinstance(original, int):
+            yield rope, original
 
 
 def _iter_rope_settings(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

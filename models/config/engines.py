@@ -14,7 +14,14 @@ from infra.pools.gpu_layout import GpuLayout
 from infra.store.inputs import Program
 from infra.variants import OneOf, Target, Variant
 from models.config.policy import ModelShape
-from models.config.vllm_limits import CPU_CACHE_GIB, CPU_HEAD_SIZES, LORA_RANKS, MAX_TEMPERATURE, VISION_MODELS
+from models.config.vllm_limits import (
+    CPU_CACHE_GIB,
+    CPU_HEAD_SIZES,
+    LORA_RANKS,
+    MAX_TEMPERATURE,
+    check_longrope,
+    check_vision_support,
+)
 
 if TYPE_CHECKING:
     from models.config.job import Job
@@ -107,6 +114,9 @@ class EngineSettings(Variant):
         count as 0 bytes. A cache that uses the remaining GPU memory is not counted.
         """
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
+
+    def check_policy(self, shape: ModelShape, name: str) -> None:
+        """Raise BadInput if the engine's log-probs of a policy of this shape would differ from the trainer's."""
 
     def matches_trainer(self, update: "UpdateConfig") -> bool:
         """Return whether the engine's log-probs equal those of a trainer with the settings `update`, up to rounding."""
@@ -310,7 +320,7 @@ class VllmEngine(EngineSettings):
             raise BadInput(
                 f"{name}.max_model_len is {length}, but the model's context is only {shape.context_text}. Lower it"
             )
-        self._check_vision_support(shape, name)
+        check_vision_support(shape, name, logprobs=self.logprobs)
         if self.base_urls:
             return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
         if not gpus and shape.head_size not in CPU_HEAD_SIZES:
@@ -331,19 +341,9 @@ class VllmEngine(EngineSettings):
             )
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
 
-    def _check_vision_support(self, shape: ModelShape, name: str) -> None:
-        """Raise BadInput if vLLM's log-probs for this vision-language model were not compared with the trainer's."""
-        if shape.vision_model_type and shape.vision_model_type not in VISION_MODELS:
-            raise BadInput(
-                f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
-                f"{', '.join(VISION_MODELS)}, but the model has model_type {shape.vision_model_type!r}. "
-                f"Set {name}.kind = 'transformers'"
-            )
-        if shape.vision_model_type and self.logprobs == "raw":
-            raise BadInput(
-                f"{name}.logprobs = 'raw' does not support vision-language models: they never generate image tokens, "
-                f"but raw log-probs include these tokens. Set {name}.logprobs = 'processed'"
-            )
+    def check_policy(self, shape: ModelShape, name: str) -> None:
+        """Raise BadInput for longrope models that vLLM and the trainer scale differently."""
+        check_longrope(shape, name)
 
     def find_library_versions(self) -> dict[str, str]:
         """Return the versions in the local vLLM environment. Empty with `base_urls`, whose servers report their

@@ -12,6 +12,7 @@ from infra.errors import BadInput
 from infra.renamed import RenamedFrom, RenamedValue
 from infra.store.inputs import ModelLocation
 from infra.variants import Variant
+from models.config.context import LongropeScale
 
 
 # ---- policy
@@ -295,8 +296,8 @@ class ModelShape:
     """Number of experts per layer among which a router chooses, or 0 if the model is not a mixture of experts."""
     replays_experts: bool = False
     """Whether the model's routers can be made to choose recorded experts instead of their own."""
-    is_longrope: bool = False
-    """Whether this is a longrope model, whose context is limited to the length at which its position factors change."""
+    longrope_scales: tuple[LongropeScale, ...] = ()
+    """Scales of a longrope model, whose context is limited to the length at which its position factors change."""
     slices: bool = True
     """Whether the model supports sequence parallelism. If so, tokens interact only in attention, and attention can be
     split by heads."""
@@ -344,7 +345,7 @@ class ModelShape:
         """Maximum sequence length as text for messages, such as "4096 tokens". For a longrope model, the text adds that
         Rheostat uses only its short position factors, which limits the length."""
         reason = " (a longrope model, for which Rheostat uses only the short factors)"
-        return f"{self.context} tokens{reason if self.is_longrope else ''}"
+        return f"{self.context} tokens{reason if self.longrope_scales else ''}"
 
     @property
     def cached_numbers(self) -> int:

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
-from models.config.context import longrope_context, usable_context
+from models.config.context import longrope_scales, usable_context
 from models.config.policy import ModelShape, ScratchPolicy
 from models.modeling.unread_weights import report_unread_weights
 from models.modeling.weight_files import check_loaded_weights, read_stored_weights
@@ -197,5 +197,5 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str, cont
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vision_model_type=config.model_type if config.model_type in FAMILIES else "",
-        is_longrope=longrope_context(text.to_dict()) is not None,
+        longrope_scales=tuple(longrope_scales(text.to_dict())),
     )

@@ -5,14 +5,25 @@ share of the GPU's memory must leave enough for them.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from infra.pools.gpu_layout import GpuLayout
-from models.config.engines import EngineSettings
+from models.config.engines import BYTES, EngineSettings
 from models.config.job import slot_engines
+from models.config.objectives import UpdateConfig
 from tasks.config.run import RunConfig
 
-FREED_PARTS = ("activations", "head", "writing")
-"""Parts of a rank's peak memory that are free, or not on the GPU, while workers generate."""
+FREED_PARTS = ("activations", "head", "writing", "gathered")
+"""Parts of a rank's peak memory that are free, or not on the GPU, while workers generate. Before ZeRO-3, the buckets of
+DeepSpeed are free too."""
+CUDA_BYTES: Final = 2.0**30
+"""Estimated bytes of the CUDA context of a process, with the workspaces of its libraries."""
+NCCL_BYTES: Final = 2.0**30
+"""Estimated bytes of the buffers of NCCL, if there are several ranks."""
+BUCKET_NUMBERS: Final = 500_000_000
+"""Size of the buffer in which DeepSpeed reduces gradients (`reduce_bucket_size`), in numbers."""
+GATHERED_NUMBERS: Final = 1_000_000_000
+"""Largest number of weights that are gathered at once under ZeRO-3 (`max_live_parameters` of DeepSpeed)."""
 
 
 def gpu_layout(config: RunConfig) -> GpuLayout:
@@ -20,12 +31,50 @@ def gpu_layout(config: RunConfig) -> GpuLayout:
     return GpuLayout.of(config.pools, ranks_per_node=config.update.sequence_parallel)
 
 
+def find_default_float32(config: RunConfig) -> str | None:
+    """Return a note about the cost of float32 on GPUs, if the update or the rollout engine uses it on GPUs because
+    `dtype` is not set. Return None for text-to-image policies, whose log-probs are too inexact in bfloat16."""
+    pools, engine = config.pools, config.rollout.engine
+    uses_gpus = {
+        "update.dtype": (config.update, pools.gpus_per_update_rank),
+        "rollout.engine.dtype": (engine, 0 if getattr(engine, "base_urls", ()) else pools.gpus_per_worker),
+    }
+    keys = [
+        key
+        for key, (settings, gpus) in uses_gpus.items()
+        if gpus and getattr(settings, "dtype", None) == "float32" and "dtype" not in settings.model_fields_set
+    ]
+    if not keys or config.policy.generates_images:
+        return None
+    advice = " and ".join(f"{key} = 'bfloat16'" for key in keys)
+    return (
+        f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} 'float32', the default. On GPUs, bfloat16 needs "
+        "half the memory for weights, activations and cache, and its matrix products are up to 15 times as fast. Set "
+        f"{advice}, or set 'float32' to remove this note."
+    )
+
+
+def library_bytes(update: UpdateConfig, facts: Mapping[str, float], *, ranks: int) -> dict[str, float]:
+    """Return the bytes that libraries need on the GPU of an update rank, as numbers of the preflight check: for CUDA
+    and NCCL, for the buckets in which DeepSpeed reduces gradients, and for the weights that ZeRO-3 gathers."""
+    stage, number = update.running_stage, BYTES[update.dtype]
+    sizes = {"update_cuda_bytes": CUDA_BYTES + (NCCL_BYTES if ranks > 1 else 0)}
+    if stage:
+        sizes["update_buckets_bytes"] = BUCKET_NUMBERS * number
+    if stage == 3:
+        sizes["update_gathered_bytes"] = min(GATHERED_NUMBERS, facts["parameters"]) * number
+    return sizes
+
+
 def kept_rank_bytes(config: RunConfig, facts: Mapping[str, float]) -> float:
-    """Return the estimated bytes that an idle update rank keeps on its GPU, without libraries. `facts` are the numbers
-    of the preflight check."""
-    parts = {f"update_{part}_bytes" for part in (*FREED_PARTS, *config.update.offloaded)}
-    names = [name for name in facts if name.startswith("update_") and name.endswith("_bytes")]
-    return sum(facts[name] for name in names if name not in parts)
+    """Return the estimated bytes that an idle update rank keeps on its GPU. `facts` are the numbers of the preflight
+    check."""
+    update = config.update
+    freed = (*FREED_PARTS, *update.offloaded, *(() if update.running_stage == 3 else ("buckets",)))
+    sizes = {**facts, **library_bytes(update, facts, ranks=config.pools.update_ranks)}
+    parts = {f"update_{part}_bytes" for part in freed}
+    names = [name for name in sizes if name.startswith("update_") and name.endswith("_bytes")]
+    return sum(sizes[name] for name in names if name not in parts)
 
 
 def find_memory_conflicts(config: RunConfig, facts: Mapping[str, float], memory: float) -> Iterator[str]:

@@ -10,8 +10,8 @@ from infra.errors import BadInput
 from infra.validation_errors import nearest
 from models.commands.memory import head_bytes
 from models.config.engines import BYTES
-from models.config.objectives import UpdateConfig
 from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, compute_limit, shared_flops
+from tasks.config.gpus import library_bytes
 from tasks.config.run import RunConfig
 
 NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a critic and environments are not counted"
@@ -66,18 +66,21 @@ class MemoryEstimate(Settings):
 
     role: str
     gigabytes: float
-    """Gigabytes for weights, cache, gradients, optimizer state and the largest micro-batch, without libraries."""
+    """Gigabytes for weights, cache, gradients, optimizer state, the largest micro-batch, and `libraries`."""
     of: float
     """Memory of the accelerator in gigabytes."""
     offloaded: float = 0
     """Gigabytes that are offloaded to the memory of the machine."""
+    libraries: float = 0
+    """Gigabytes for CUDA, NCCL and DeepSpeed, or 0 if they are not counted."""
 
     @property
     def text(self) -> str:
         """Sentence that states the needed and the available memory."""
         warning = "" if self.gigabytes < self.of else "; this does not fit"
         offload_note = f", and {self.offloaded:,.3g} GB of machine memory" if self.offloaded else ""
-        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB (without libraries)"
+        libraries = f"with {self.libraries:,.2g} GB for" if self.libraries else "without"
+        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB ({libraries} libraries)"
         return f"{self.role} worker: {needed}{offload_note}{warning}"
 
 
@@ -163,7 +166,7 @@ def estimate(
         update_devices=pools.update_ranks,
         completion_tokens=completion_tokens,
         stages=(*stage_estimates, iteration_estimate),
-        memory=(_estimate_memory("rollout", facts, kind), _estimate_update_memory(update, facts, kind)),
+        memory=(_estimate_memory("rollout", facts, kind), _estimate_update_memory(config, facts, kind)),
     )
 
 
@@ -193,13 +196,21 @@ def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -
     )
 
 
-def _estimate_update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
+def _estimate_update_memory(config: RunConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     """Return the memory that one update rank needs. Offloaded parts are counted as memory of the machine. The chunks in
     which logits are computed grow with the accelerator's memory."""
-    parts = peak_memory_by_part(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
+    update = config.update
+    libraries = library_bytes(update, facts, ranks=config.pools.update_ranks)
+    parts = peak_memory_by_part({**facts, **libraries}, "update") | {
+        "head": head_bytes(facts["pass_logits"], memory=kind.memory)
+    }
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
     offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)
     total_bytes = sum(parts.values())
     return MemoryEstimate(
-        role="update", gigabytes=total_bytes / 1e9, of=kind.memory / 1e9, offloaded=offloaded_bytes / 1e9
+        role="update",
+        gigabytes=total_bytes / 1e9,
+        of=kind.memory / 1e9,
+        offloaded=offloaded_bytes / 1e9,
+        libraries=sum(libraries.values()) / 1e9,
     )

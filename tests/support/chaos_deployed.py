@@ -110,12 +110,16 @@ def plan_deployed(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) 
         found = run_chain(faults, start, place=place, ends=_is_documented_end)
         return found or problems_of_run(store / "tiny", whole)
 
-    def schedule(seed: int) -> list[tuple[str, str]]:
-        choose = random.Random(seed)
-        number = choose.choices((1, 2, 3), SHARES)[0]
-        return list(zip(choose.sample(VICTIMS, number), sorted(choose.choices(MOMENTS, k=number)), strict=True))
+    return Plan({seed: schedule_victims(seed) for seed in seeds}, find)
 
-    return Plan({seed: schedule(seed) for seed in seeds}, find)
+
+def schedule_victims(seed: int) -> list[tuple[str, str]]:
+    """Return random victims with the moments of their kills. The first victims of six consecutive seeds are all
+    different."""
+    choose, first = random.Random(seed), VICTIMS[seed % len(VICTIMS)]
+    others = [victim for victim in VICTIMS if victim != first]
+    victims = [first, *choose.sample(others, choose.choices((0, 1, 2), SHARES)[0])]
+    return list(zip(victims, sorted(choose.choices(MOMENTS, k=len(victims))), strict=True))
 
 
 def _is_documented_end(fault: tuple[str, str], code: int, output: str) -> bool:

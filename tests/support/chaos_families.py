@@ -62,6 +62,7 @@ preload(__name__)
 
 SHARES = (2, 2, 1)
 """Relative shares of schedules with one, two and three faults."""
+QUARTERS = 4
 SMALL = "small text"
 """Family whose job the kinds with a bucket and with real Prefect servers train."""
 THREADS = "pools.cluster=threads"
@@ -192,17 +193,27 @@ def plan_soup(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> P
         differs = made.model_copy(update={"when": expected.when}) != expected
         return ["the record differs"] * differs + compare_stores(job.store, whole / "store")
 
-    return Plan({seed: _write_faults(seed, writes) for seed in seeds}, find)
+    def schedule(seed: int) -> list[Fault]:
+        return [Fault("driver", moment, "/store/", count=at) for moment, at in schedule_writes(seed, writes)]
+
+    return Plan({seed: schedule(seed) for seed in seeds}, find)
 
 
-def _write_faults(seed: int, writes: int) -> list[Fault]:
-    """Return kills of a driver at random ones of its writes."""
-    choose, left, faults = random.Random(seed), writes, list[Fault]()
-    for _ in range(choose.choices((1, 2, 3), SHARES)[0]):
-        at = choose.randint(1, max(1, left))
-        faults.append(Fault("driver", choose.choice(MOMENTS), "/store/", count=at))
+def schedule_writes(seed: int, writes: int) -> list[tuple[str, int]]:
+    """Return moments and numbers of random writes at which the starts of a command are killed. The first kills of four
+    consecutive seeds are in the four quarters of the command."""
+    choose, left, faults = random.Random(seed), writes, list[tuple[str, int]]()
+    for number in range(choose.choices((1, 2, 3), SHARES)[0]):
+        at = choose.randint(1, max(1, left)) if number else _choose_in_quarter(choose, seed, writes)
+        faults.append((choose.choice(MOMENTS), at))
         left -= at
     return faults
+
+
+def _choose_in_quarter(choose: random.Random, seed: int, number: int) -> int:
+    """Return a random number from 1 to `number`, in the quarter of this range to which the seed belongs."""
+    quarter = seed % QUARTERS
+    return choose.randint(1 + quarter * number // QUARTERS, max(1, (quarter + 1) * number // QUARTERS))
 
 
 @dataclass(frozen=True)
@@ -258,12 +269,16 @@ def plan_sweep(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> 
         found = run_chain(faults, partial(start, place), place=place, ends=ends)
         return found or compare_stores(place / "store", whole / "store")
 
-    def schedule(seed: int) -> list[SweepKill]:
-        choose = random.Random(seed)
-        at = sorted(choose.randrange(files) for _ in range(choose.choices((1, 2, 3), SHARES)[0]))
-        return [SweepKill(each, choose.random() < 0.5) for each in at]
+    return Plan({seed: schedule_sweep(seed, files) for seed in seeds}, find)
 
-    return Plan({seed: schedule(seed) for seed in seeds}, find)
+
+def schedule_sweep(seed: int, files: int) -> list[SweepKill]:
+    """Return random kills of a sweep whose store has this number of files at its end. Four consecutive seeds have a
+    kill in each quarter of the sweep, and seeds alternately begin with the command and with a run."""
+    choose = random.Random(seed)
+    others = [choose.randint(1, files) for _ in range(choose.choices((0, 1, 2), SHARES)[0])]
+    at = sorted([_choose_in_quarter(choose, seed, files), *others])
+    return [SweepKill(each, of_run=(seed + number) % 2 == 0) for number, each in enumerate(at)]
 
 
 def count_files(folder: Path) -> int:
@@ -311,12 +326,7 @@ def plan_bucket(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) ->
         return problems + ["other manifests"] * (bucket.manifests() != manifests_of(whole))
 
     def schedule(seed: int) -> list[tuple[str, int]]:
-        choose, left, faults = random.Random(seed), requests, list[tuple[str, int]]()
-        for _ in range(choose.choices((1, 2, 3), SHARES)[0]):
-            at = choose.randint(1, max(1, left))
-            faults.append((choose.choice(("before", "after")), at))
-            left -= at
-        return faults
+        return [("after" if moment == "during" else moment, at) for moment, at in schedule_writes(seed, requests)]
 
     return Plan({seed: schedule(seed) for seed in seeds}, find)
 
@@ -359,11 +369,14 @@ def plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) ->
         found = run_chain(faults, start, place=place, ends=ends)
         return found or problems_of_run(job.run, whole)
 
-    def schedule(seed: int) -> list[Fault]:
-        choose = random.Random(seed)
-        return choose.sample(UPDATE_MOMENTS, choose.choices((1, 2, 3), SHARES)[0])
+    return Plan({seed: schedule_server(seed) for seed in seeds}, find)
 
-    return Plan({seed: schedule(seed) for seed in seeds}, find)
+
+def schedule_server(seed: int) -> list[Fault]:
+    """Return random moments of updates. The first moments of six consecutive seeds are all different."""
+    choose, number = random.Random(seed), seed % len(UPDATE_MOMENTS)
+    others = [*UPDATE_MOMENTS[:number], *UPDATE_MOMENTS[number + 1 :]]
+    return [UPDATE_MOMENTS[number], *choose.sample(others, choose.choices((0, 1, 2), SHARES)[0])]
 
 
 def problems_of_run(run: Path, whole: Path) -> list[str]:

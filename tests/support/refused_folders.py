@@ -77,10 +77,12 @@ def _write_phimoe(path: Path) -> None:
         write_policy(path, "phimoe")
 
 
-def _write_longrope(path: Path) -> None:
-    """Write a model that was first trained on 40 tokens and then, with other factors, on 128."""
+def _write_longrope(path: Path, **settings: float) -> None:
+    """Write a model that was first trained on 40 tokens and then, with other factors, on 128. `settings` are added to
+    its settings of rotary positions."""
+    changes = {**LONGROPE, "rope_parameters": {**LONGROPE["rope_parameters"], **settings}}
     with patch.dict(ARCHITECTURES, phi3=(Phi3Config, DECODER)):
-        write_policy(path, "phi3", changes=LONGROPE)
+        write_policy(path, "phi3", changes=changes)
 
 
 _FAMILIES = ("bloom", "mamba", "minimax", "modernbert-decoder", "recurrent_gemma")
@@ -92,6 +94,7 @@ _MODELS = {
     "idefics3": lambda path: write_seeing(path, "idefics3"),
     "one key-value head": lambda path: write_policy(path, changes={"num_key_value_heads": 1}),
     "longrope": _write_longrope,
+    "longrope scaled": partial(_write_longrope, attention_factor=1.3),
     "phimoe": _write_phimoe,
     "policy": write_policy,
     **{family: partial(write_family, family) for family in _FAMILIES},
@@ -106,7 +109,16 @@ def add_chat_models(place: Path) -> None:
 
 def add_other_models(place: Path) -> None:
     """Write policies and a critic that a setting does not fit, and policies of families that need settings."""
-    for name in ("convolutions", "critic", "longrope", "one key-value head", "phimoe", "policy", *_FAMILIES):
+    for name in (
+        "convolutions",
+        "critic",
+        "longrope",
+        "longrope scaled",
+        "one key-value head",
+        "phimoe",
+        "policy",
+        *_FAMILIES,
+    ):
         copy_model(name, place / name)
 
 

@@ -5,8 +5,17 @@ import tomllib
 import pytest
 
 from tests.support import chaos_command
+from tests.support.chaos import schedule_of
 from tests.support.chaos_command import judge, kinds, main, parse_arguments
-from tests.support.chaos_families import run_chain
+from tests.support.chaos_deployed import VICTIMS, schedule_victims
+from tests.support.chaos_families import (
+    SHARES,
+    UPDATE_MOMENTS,
+    run_chain,
+    schedule_server,
+    schedule_sweep,
+    schedule_writes,
+)
 from tests.support.jobs import ROOT
 
 
@@ -23,6 +32,7 @@ def test_the_list_names_every_kind_of_run(capsys):
         "sweep",
         "s3",
         "prefect server",
+        "deployed",
     ):
         assert f"\n{name} " in listed
 
@@ -30,7 +40,8 @@ def test_the_list_names_every_kind_of_run(capsys):
 def test_the_nightly_suite_kills_only_kinds_that_exist():
     command = tomllib.loads((ROOT / ".ci/suites.toml").read_text())["part"]["chaos-families"]
     named = command.split("--family ")[1:]
-    assert len(named) >= 9 and {each.strip(" '\"") for each in named} <= kinds().keys()
+    assert len(named) >= 10 and {each.strip(" '\"") for each in named} <= kinds().keys()
+    assert command.startswith("make chaos SEEDS={seed}+4 "), "four schedules for each kind"
 
 
 @pytest.mark.parametrize("words", [["--family", "nothing"], ["--family", "vision", "--on", "ray"]])
@@ -81,3 +92,29 @@ def test_a_command_is_run_again_until_it_succeeds_and_only_a_documented_end_may_
 
 def test_seeds_are_a_range_or_a_start_with_a_number():
     assert [list(chaos_command.read_seeds(text)) for text in ("3", "3..5", "3+2")] == [[3], [3, 4, 5], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda seed: schedule_of(seed, 300, shares=SHARES),
+        lambda seed: schedule_writes(seed, 300),
+        lambda seed: schedule_sweep(seed, 300),
+        schedule_server,
+        schedule_victims,
+    ],
+    ids=["families", "soup and s3", "sweep", "prefect server", "deployed"],
+)
+def test_four_consecutive_seeds_are_four_schedules(schedule):
+    for seed in range(200):
+        assert len({str(schedule(each)) for each in range(seed, seed + 4)}) == 4
+
+
+def test_consecutive_seeds_kill_at_all_parts_of_a_run_and_every_victim():
+    for seed in range(40):
+        seeds = range(seed, seed + 4)
+        assert {(schedule_writes(each, 300)[0][1] - 1) * 4 // 300 for each in seeds} == {0, 1, 2, 3}
+        assert {(kill.files - 1) * 4 // 300 for each in seeds for kill in schedule_sweep(each, 300)} == {0, 1, 2, 3}
+        assert {schedule_sweep(each, 300)[0].of_run for each in seeds} == {True, False}
+        assert {schedule_server(each)[0] for each in range(seed, seed + 6)} == {*UPDATE_MOMENTS}
+        assert {schedule_victims(each)[0][0] for each in range(seed, seed + 6)} == {*VICTIMS}

@@ -12,8 +12,10 @@ import httpx
 import psutil
 import pytest
 
+import models.engines.vllm
 from infra.environments.find import find_python
 from infra.errors import WorkerFailed
+from infra.store.bundles import CONTENTS, describe_bundle
 from models.config.engines import VllmEngine
 from models.engines.vllm.server import Address, command, start_server
 from tests.support.jobs import is_alive, wait_for
@@ -143,8 +145,9 @@ def _words(process):
         return []
 
 
-def test_no_process_survives_the_sigkill_of_a_server_in_the_foreground(directory):
-    words = ["engine", "serve", "vllm", str(directory), "cache_gib=0.1", "max_batch_rows=8"]
+def test_no_process_survives_the_sigkill_of_a_server_that_serves_a_model_of_the_hub_in_the_foreground(directory, hub):
+    hub.add("team/tiny", directory)
+    words = ["engine", "serve", "vllm", "team/tiny", "cache_gib=0.1", "max_batch_rows=8"]
     program = f"import sys; from flows.cli.app import main; sys.exit(main({words!r}))"
     serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
@@ -186,3 +189,71 @@ print(found.enable_sleep_mode, found.gpu_memory_utilization, found.tensor_parall
     done = subprocess.run([python, "-c", program, *words[3:]], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True 0.85 2 16"
+
+
+SLEEP = """
+import asyncio, sys
+from pathlib import Path
+from unittest.mock import MagicMock
+sys.path.insert(0, sys.argv[1])
+from rheostat_serving import Serving
+weights, adapter = map(Path, sys.argv[2:4])
+
+class GpuMemory:
+    \"\"\"Engine whose weights cannot be read while they are asleep. Level 2 discards the weights, as vLLM does.\"\"\"
+
+    def __init__(self, lora):
+        self.engine_core, self.vllm_config = MagicMock(), MagicMock(lora_config=lora)
+        self.vllm_config.model_config.model = str(weights)
+        self.vllm_config.model_config.get_num_experts.return_value = 0
+        self.weights, self.asleep, self.loads, self.adapters = (), set(), 0, 0
+
+    async def collective_rpc(self, method, args=()):
+        assert "weights" not in self.asleep, method
+        if method == "rheostat_load":
+            self.weights, self.loads = args, self.loads + 1
+        return [repr(self.weights)]
+
+    async def sleep(self, level, mode):
+        self.asleep = {"weights", "kv_cache"}
+        self.weights = self.weights if level == 1 else ()
+
+    async def wake_up(self, tags):
+        self.asleep -= set(tags)
+        return not self.asleep
+
+    async def add_lora(self, request):
+        self.adapters += 1
+
+    async def nothing(self, *args, **options):
+        pass
+
+    pause_generation = resume_generation = reset_prefix_cache = update_weight_version = remove_lora = nothing
+
+async def main():
+    for lora in (None, object()):
+        engine = GpuMemory(lora)
+        serving = Serving(engine)
+        for repeat in range(3):
+            await serving.load(weights, adapter=adapter if lora else None, drain=False)
+            assert await serving.verify_digest(), "nothing is served"
+            assert await serving.sleep() and not serving.digest
+        print(engine.loads, engine.adapters)
+
+asyncio.run(main())
+"""
+"""Program that lets a server sleep and load its policy again three times, without and with adapters."""
+
+
+def test_a_sleeping_server_reads_its_base_weights_again_only_if_it_serves_no_adapters(directory, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for bundle in (directory, adapter):
+        (bundle / CONTENTS).unlink(missing_ok=True)
+        (bundle / CONTENTS).write_bytes(describe_bundle(bundle).encode())
+    paths = (Path(models.engines.vllm.__file__).parent / "plugin", directory, adapter)
+    words = [find_python("vllm", None), "-c", SLEEP, *map(str, paths)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["3 0", "1 3"]

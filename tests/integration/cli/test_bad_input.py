@@ -93,7 +93,8 @@ def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, 
     shown = capsys.readouterr().out
     notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
     assert notes[0].startswith("The pools need 3 GPUs (")
-    assert notes[1:] == [
+    assert notes[1].startswith("update.dtype is 'float32', the default.")
+    assert notes[2:] == [
         "update.minibatches is 9, but an iteration has 4 prompts, so it takes 4 optimizer steps. For more steps, raise "
         "rollout.prompts.",
         "pools.update_ranks is 3, but an optimizer step has 2 completions, so some ranks are idle. Lower "

@@ -63,3 +63,11 @@ def test_a_repetition_on_gpus_from_other_samples_is_damage(uri, policy, rounds_d
     other = replace(works[0], samples=update_work(uri, policy, seed=9).samples)
     with pytest.raises(Damaged, match=r"policy 1: its update was repeated .* only 25% is allowed"):
         start_worker(uri).update(replace(works[1], past=(other,)))
+
+
+def test_an_update_that_is_discarded_after_a_repetition_on_gpus_reports_the_repetition(uri, policy, rounds_differently):
+    works, _ = chain(uri, policy, 3, kept=(1, 3))
+    spoilt = update_work(uri, works[2].policy, advantages=[float("nan")]).samples
+    discarded = start_worker(uri, OTHER_ORDER).update(replace(works[2], samples=spoilt, past=(works[0], works[1])))
+    assert discarded.metrics["quarantined"] == 1
+    assert 0 < discarded.metrics["repeated_difference"] < 1e-3  # `verify` then allows that the state is missing

@@ -5,7 +5,16 @@ import pytest
 from infra.pools.fleet import Fleet
 from infra.pools.threads import ThreadLauncher
 from infra.pools.worker import PoolSpec
-from tasks.config.gpus import find_memory_conflicts, kept_rank_bytes
+from tasks.config.gpus import (
+    BUCKET_NUMBERS,
+    CUDA_BYTES,
+    GATHERED_NUMBERS,
+    NCCL_BYTES,
+    find_default_float32,
+    find_memory_conflicts,
+    kept_rank_bytes,
+    library_bytes,
+)
 from tasks.placement.stage import reserve_shared_gpus
 from tasks.run.open_run import OpenRun
 from tests.support.configurations import accepted
@@ -17,26 +26,72 @@ FACTS = {
     "update_activations_bytes": 400.0,
     "update_head_bytes": 30.0,
     "update_writing_bytes": 70.0,
+    "parameters": 50.0,
     "rollout_weights_bytes": 900.0,
 }
-"""A rank keeps 350 bytes while it is idle."""
+"""A rank keeps 350 bytes and the memory of CUDA while it is idle."""
 SHARED = ("rollout.engine.kind=vllm", "pools.gpus_per_worker=1", "pools.gpus_per_update_rank=1")
 
 
 def conflicts(*overrides, memory=1000.0):
-    return [*find_memory_conflicts(accepted(*SHARED, *overrides), FACTS, memory)]
+    """Return the conflicts on a GPU of 1,000 GiB, of which a rank needs 351."""
+    facts = {name: value * 2**30 for name, value in FACTS.items()}
+    return [*find_memory_conflicts(accepted(*SHARED, *overrides), facts, memory * 2**30)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (("pools.gpus_per_update_rank=1",), "Set update.dtype = 'bfloat16', or"),
+        (("pools.gpus_per_worker=1",), "Set rollout.engine.dtype = 'bfloat16', or"),
+        (SHARED, "Set update.dtype = 'bfloat16' and rollout.engine.dtype = 'bfloat16', or"),
+        ((*SHARED, "update.dtype=bfloat16"), "Set rollout.engine.dtype = 'bfloat16', or"),
+        ((*SHARED, "update.dtype=float32", "rollout.engine.dtype=float32"), None),
+        ((*SHARED, "rollout.engine.base_urls=['http://127.0.0.1:8000']", "update.dtype=bfloat16"), None),
+        ((), None),
+    ],
+)
+def test_the_cost_of_float32_is_named_if_a_policy_uses_it_on_gpus_by_default(overrides, advice):
+    note = find_default_float32(accepted(*overrides))
+    assert note is None if advice is None else advice in note
 
 
 def test_a_rank_keeps_its_state_but_no_activations():
-    assert kept_rank_bytes(accepted(), FACTS) == 350
+    assert kept_rank_bytes(accepted(), FACTS) == 350 + CUDA_BYTES
     offloaded = accepted("update.zero_stage=2", "update.offload=optimizer")
-    assert kept_rank_bytes(offloaded, FACTS) == 250
+    assert kept_rank_bytes(offloaded, FACTS) == 250 + CUDA_BYTES
+    sharded = accepted("update.zero_stage=3", "pools.update_ranks=2")
+    assert kept_rank_bytes(sharded, FACTS) == 350 + CUDA_BYTES + NCCL_BYTES + 4 * BUCKET_NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"cuda": 2**30}),
+        (("pools.update_ranks=2",), {"cuda": 2**31}),
+        (("update.zero_stage=1",), {"cuda": 2**30, "buckets": 2e9}),
+        (("update.dtype=bfloat16",), {"cuda": 2**30, "buckets": 1e9}),  # runs at ZeRO-2
+        (("update.zero_stage=3",), {"cuda": 2**30, "buckets": 2e9, "gathered": 4e6}),
+        (("update.zero_stage=3", "update.dtype=bfloat16"), {"cuda": 2**30, "buckets": 1e9, "gathered": 2e6}),
+    ],
+)
+def test_libraries_of_a_rank_need_memory_for_cuda_nccl_and_the_buffers_of_deepspeed(overrides, expected):
+    config = accepted(*overrides)
+    sizes = library_bytes(config.update, {"parameters": 1e6}, ranks=config.pools.update_ranks)
+    assert sizes == {f"update_{name}_bytes": size for name, size in expected.items()}
+
+
+def test_the_sizes_of_the_buffers_are_the_defaults_of_deepspeed():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert DeepSpeedZeroConfig().reduce_bucket_size == BUCKET_NUMBERS
+    assert DeepSpeedZeroConfig().max_live_parameters == GATHERED_NUMBERS
 
 
 def test_a_server_that_leaves_too_little_memory_for_the_rank_on_its_gpu_is_refused():
     [message] = conflicts()
     assert "rollout.engine.gpu_memory_share is 0.85, but the update rank on the same GPU keeps about" in message
-    assert "Set rollout.engine.gpu_memory_share to at most 0.65" in message
+    assert "Set rollout.engine.gpu_memory_share to at most 0.64" in message
 
 
 def test_every_server_on_the_gpu_counts():
@@ -49,7 +104,7 @@ def test_every_server_on_the_gpu_counts():
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("rollout.engine.gpu_memory_share=0.65",),
+        ("rollout.engine.gpu_memory_share=0.64",),
         ("rollout.engine.cache_gib=1",),
         ("rollout.engine.base_urls=['http://127.0.0.1:8000']",),
         ("pools.dedicated_update_resources=true",),

@@ -82,13 +82,18 @@ class Serving:
 
     async def sleep(self) -> bool:
         """Stop serving the policy until the next load, and release the memory if the platform supports this. Returns
-        whether the memory was released."""
+        whether the memory was released.
+
+        A server with room for adapters keeps its base weights in host memory (level 1), because only adapters change.
+        Any other server discards its weights (level 2), because the next policy has other weights.
+        """
         async with self._lock:
             self.digest = ""
             if not self._config.model_config.enable_sleep_mode:
                 return False
-            self._loaded = self._base = ""  # level 2 discards the weights
-            await self.engine.sleep(level=2, mode="abort")
+            keeps_base = self._config.lora_config is not None
+            self._loaded, self._base = "", self._base if keeps_base else ""
+            await self.engine.sleep(level=1 if keeps_base else 2, mode="abort")
             self._asleep = True
             return True
 
@@ -115,12 +120,12 @@ class Serving:
             digest = blake3(f"{weights.digest}+{adapter.digest}".encode()).hexdigest()
         if digest == self._loaded and await self._fingerprint() == self._fingerprints:
             return 0
-        keeps_base = weights.digest == self._base and await self._fingerprint() == self._fingerprints
-        self._loaded = self._base = ""
+        base, self._base, self._loaded = self._base, "", ""
         # vLLM's image caches do not depend on the weights, so outputs of the old vision tower must be dropped first.
         await self.engine.pause_generation(mode=mode, clear_cache=True)
         try:
             await self._wake("weights")
+            keeps_base = weights.digest == base and await self._fingerprint() == self._fingerprints
             num_bytes = 0 if keeps_base else await self._load_weights(weights)
             num_bytes += await self._load_adapter(adapter)
             await self._wake("kv_cache")
