@@ -24,18 +24,20 @@ from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
+from models.modeling.parameter_storage import DTYPES, ParameterStorage, cast_parameters
 from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
+from models.modeling.trials import float32_trials
 from models.records.media import Gallery, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.template_files import copy_named_templates
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
+from models.training.sharding import trained_storage
 from models.training.states import StateWriter, load_state
 from models.training.trainer import Forward, Moments, Trainer, frozen_forward
 from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 _VERSION = TypeAdapter(ModelVersion)
@@ -299,17 +301,22 @@ class LoadedModels:
     def _load_reference(self, version: ModelVersion) -> TokenModule:
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
-            directory = fetch_bundle(self._store, version.weights)
+            directory, dtype = fetch_bundle(self._store, version.weights), DTYPES[self._update.reference_precision]
             if self._denoising is not None:
                 steps = StepLogprobs(load_denoiser(directory), self._build_setup(directory), self.images)
+                cast_parameters(steps, dtype)
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
-            model = load_policy(directory).requires_grad_(False).eval()
+            storage = ParameterStorage(dtype, self.ranks.device)
+            model = load_policy(directory, storage=storage).requires_grad_(False).eval()
             vision = load_vision(directory, source=self.images, is_frozen=True)
-            policy = TokenLogprobs(
-                model, temperature=self._temperature, vision=vision, attention=self._update.wide_attention
-            ).to(self.ranks.device)
-            policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
+            with float32_trials():
+                policy = TokenLogprobs(
+                    model, temperature=self._temperature, vision=vision, attention=self._update.reference_attention
+                )
+                cast_parameters(policy, dtype)
+                policy = policy.to(self.ranks.device)
+                policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._reference = (version.digest, policy)
         return self._reference[1]
 
@@ -340,18 +347,20 @@ class LoadedModels:
         if self._denoising is not None:
             denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
             return StepLogprobs(denoiser, self._build_setup(fetch_bundle(self._store, version.weights)), self.images)
-        model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
+        load = partial(load_policy, storage=trained_storage(self._update, ranks=self.ranks))
+        model = load_trainable(self._store, version, load=load, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
         stays = self._update.zero_stage < 3 and not trains_vision(model)
         vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, is_frozen=stays)
-        return TokenLogprobs(
-            model,
-            temperature=self._temperature,
-            vision=vision,
-            attention=self._update.attention,
-            replays_experts=self._update.router_replay is not None,
-        )
+        with float32_trials():
+            return TokenLogprobs(
+                model,
+                temperature=self._temperature,
+                vision=vision,
+                attention=self._update.attention,
+                replays_experts=self._update.router_replay is not None,
+            )
 
     def _build_setup(self, directory: Path) -> GenerationSetup:
         assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
@@ -359,8 +368,10 @@ class LoadedModels:
         return self._setup
 
     def _build_valuer(self, version: ModelVersion) -> TokenValues:
-        model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)
-        return TokenValues(model, attention=self._update.attention)
+        load = partial(load_critic, storage=trained_storage(self._update, ranks=self.ranks))
+        model = load_trainable(self._store, version, load=load, lora=self._update.lora)
+        with float32_trials():
+            return TokenValues(model, attention=self._update.attention)
 
 
 def load_teacher(

@@ -11,9 +11,10 @@ from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.config.denoising import DenoisingConfig
+from models.config.divergence import KlPenalty
 from models.config.engines import DiffusersEngine
 from models.config.lora import LoraConfig
-from models.config.objectives import KlPenalty, NoCorrection, PpoClip, UpdateConfig
+from models.config.objectives import NoCorrection, PpoClip, UpdateConfig
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.frozen_parts import FrozenParts
 from models.denoising.pipeline import load_denoiser
