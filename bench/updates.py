@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file
+from torch.autograd.profiler_util import FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile
 
 from bench.decoders import QWEN3_0_6B, TINY, Decoder, DType, write_decoder
 from bench.device import measure_device, peak_flops
@@ -73,8 +75,8 @@ VARIANTS = (
     Variant("sdpa, deterministic kernels", {"attention": "sdpa"}, is_deterministic=True),
     Variant("auto, reference for KL", {"kl": KlPenalty(coefficient=0.01)}, is_repeated=False),
     Variant("auto, layers recomputed", {"activation_checkpointing": True}, is_repeated=False),
-    Variant("auto, ZeRO 3", {"zero_stage": 3}, is_repeated=False),
     Variant("auto, deterministic kernels", {}, is_deterministic=True),
+    Variant("auto, ZeRO 3", {"zero_stage": 3}, is_repeated=False),  # last, because DeepSpeed then replaces F.linear
 )
 
 
@@ -92,7 +94,7 @@ def measure() -> Iterator[Table]:
         lengths, samples = _write_samples(uri, size)
         generated = Generated(prompts=(size.prompt_tokens,) * size.prompts, lengths=lengths)
         flops = 3 * shared_flops(size.decoder, generated)  # the backward pass takes twice the forward pass
-        rows = []
+        rows, slowest = [], _profile(uri, policy, samples, size)
         for variant in VARIANTS:
             rows.append(_measure_variant(uri, policy, samples, size, variant, flops=flops, peak=peak))
             sys.stderr.write(f"{rows[-1]}\n")
@@ -118,6 +120,7 @@ def measure() -> Iterator[Table]:
             "repeated: distance between the weights of an update and of its repetition, over the length of the update",
         ),
     )
+    yield slowest
 
 
 def _measure_variant(
@@ -131,13 +134,7 @@ def _measure_variant(
     peak: float,
 ) -> tuple[str | float, ...]:
     """Return the row of one variant."""
-    config = UpdateConfig(
-        learning_rate=1e-4,
-        minibatches=1,
-        microbatch_tokens=size.microbatch_tokens,
-        dtype=size.dtype,
-        **variant.settings,  # type: ignore[arg-type]
-    )
+    config = _build_config(size, variant)
     torch.use_deterministic_algorithms(variant.is_deterministic)
     outcomes = []
     try:
@@ -157,6 +154,41 @@ def _measure_variant(
         used,
         _estimate_bytes(config, size) / 2**30,
         _compare(uri, policy, *(outcome.model for outcome in outcomes)) if variant.is_repeated else "",
+    )
+
+
+def _build_config(size: Size, variant: Variant) -> UpdateConfig:
+    """Return the configuration of a variant. Layers are not recomputed if the variant does not say so, because workers
+    get the decision of the plan, which is not made here."""
+    settings = {"activation_checkpointing": False, **variant.settings}
+    return UpdateConfig(
+        learning_rate=1e-4,
+        minibatches=1,
+        microbatch_tokens=size.microbatch_tokens,
+        dtype=size.dtype,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def _profile(uri: str, policy: ModelVersion, samples: ShardRef, size: Size) -> Table:
+    """Return the operations of one update that take most time, on the GPU if there is one. `launches` are calls."""
+    has_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
+    with profile(activities=activities) as profiler:
+        outcome = _update(uri, _build_config(size, VARIANTS[0]), policy, samples)
+
+    def count_seconds(event: FunctionEventAvg) -> float:
+        return (event.self_device_time_total if has_gpu else event.self_cpu_time_total) / 1e6
+
+    events = sorted(profiler.key_averages(), key=count_seconds, reverse=True)
+    total = sum(map(count_seconds, events))
+    return Table(
+        f"operations of an update with most time on the {'GPU' if has_gpu else 'CPU'}",
+        ("operation", "launches", "seconds", "fraction"),
+        tuple(
+            (event.key[:70], event.count, count_seconds(event), count_seconds(event) / total) for event in events[:16]
+        ),
+        (f"all operations: {total:.2f} s, in an update whose steps took {outcome.timings['steps']:.2f} s",),
     )
 
 
