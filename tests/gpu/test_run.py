@@ -18,7 +18,7 @@ SHARED = (
 )
 
 
-def test_a_run_whose_driver_and_rank_are_killed_goes_on_and_is_intact(tmp_path, record_property):
+def test_a_run_whose_driver_and_rank_are_killed_continues_and_passes_verification(tmp_path, record_property):
     record_property("part", "run: driver and rank killed, resumed")
     job = Job(tmp_path, counts_works=True)
     killed = job.train(*SHARED, faults=[Fault("driver", "before", "/manifests/it-0002/seal")])

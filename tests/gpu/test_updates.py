@@ -33,7 +33,7 @@ def on_cpu(tmp_path_factory) -> dict[str, Updates]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_updates_have_the_gradients_and_metrics_of_the_cpu_and_go_on_from_their_stored_state(
+def test_updates_have_the_gradients_and_metrics_of_the_cpu_and_continue_from_their_stored_state(
     name, uri, on_cpu, record_property
 ):
     record_property("part", f"update: {name}")
@@ -59,7 +59,7 @@ def relative_metric(found, expected) -> float:
     [(Muon(), "float32"), (Adam8bit(), "float32"), (Adam8bit(), "bfloat16")],
     ids=["muon", "adam8bit", "adam8bit in bfloat16"],
 )
-def test_other_optimizers_update_and_go_on_from_their_stored_state(optimizer, dtype, uri, record_property):
+def test_other_optimizers_update_and_continue_from_their_stored_state(optimizer, dtype, uri, record_property):
     record_property("part", f"update: {optimizer.kind}, {dtype}")
     found = take_updates(uri, change(UNCLIPPED, optimizer=optimizer, dtype=dtype))
     repeated = relative_metric(found.resumed, found.second)
