@@ -1,24 +1,21 @@
-"""Models that an update rank keeps in memory, and functions that publish new policy versions."""
+"""Models that an update rank keeps in memory."""
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
+from infra.store.bundles import fetch_bundle, has_bundle
 from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import is_pipeline, link_frozen_parts, load_denoiser, read_pipeline
+from models.denoising.pipeline import load_denoiser, read_pipeline
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
@@ -30,64 +27,13 @@ from models.modeling.trials import float32_trials
 from models.records.media import Gallery, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
-from models.text.template_files import copy_named_templates
-from models.training.ranks import Ranks, any_rank, broadcast_bytes
+from models.training.publishing import publish_version
+from models.training.ranks import Ranks, any_rank
 from models.training.sharding import trained_storage
 from models.training.states import StateWriter, load_state
 from models.training.trainer import Forward, Moments, Trainer, frozen_forward
 from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
-
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
-
-_VERSION = TypeAdapter(ModelVersion)
-
-
-def publish_version(
-    store: Store,
-    trainer: Trainer,
-    *,
-    version: int,
-    parent: ModelVersion,
-    ranks: Ranks,
-    put: Literal["durable", "early", "not"],
-    on_progress: Callable[[], None],
-) -> ModelVersion:
-    """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks. With
-    `put` = "not", nothing is stored and only the description of the new version is returned. With "early", the files
-    may be used at once but must be synced to disk before a manifest names them. `on_progress` is called while rank 0
-    writes the files. Collective: every rank must call this.
-
-    If adapters are trained, the new version combines its parent's weights with a new adapter.
-    """
-    with store.scratch() as scratch:
-        files = trainer.save_weights(scratch, on_progress=on_progress)
-        encoded = b""
-        if ranks.rank == 0:
-            prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
-            if not trainer.trains_adapters:
-                _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
-            if put == "not":
-                bundle = describe_bundle(scratch, written_files=files).ref(prefix)
-            else:
-                bundle = publish_bundle(store, scratch, prefix=prefix, written_files=files, durable=put == "durable")
-            part = {"adapter" if trainer.trains_adapters else "weights": bundle}
-            encoded = _VERSION.dump_json(replace(parent, version=version, state=None, **part))
-        return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
-
-
-def _copy_beside_weights(parent: Path, directory: Path) -> None:
-    """Copy the tokenizer and other files of the version in `parent`, except weights and files that already exist in
-    `directory`."""
-    if is_pipeline(parent):
-        link_frozen_parts(parent, directory)
-        return
-    for source in sorted(path for path in parent.iterdir() if path.is_file()):
-        target = directory / source.name
-        if source.name != "bundle.json" and not source.name.endswith(_WEIGHTS) and not target.exists():
-            shutil.copyfile(source, target)
-    copy_named_templates(parent, directory)
-
 
 logger = logging.getLogger(__name__)
 
