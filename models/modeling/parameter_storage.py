@@ -99,11 +99,13 @@ def store_parameters_as(storage: ParameterStorage) -> Iterator[None]:
             _store_parameter(parameter, storage)
 
     def materialize_when_needed(pool: object, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-        return materialize(None, *args, **options)  # threads would read tensors before the earlier ones are sharded
+        # Threads would read tensors before the earlier ones are sharded, and keep memory that is freed later.
+        return materialize(None, *args, **options)
 
     utils.convert_and_load_state_dict_in_model = convert_narrowly
+    loading.spawn_materialize = materialize_when_needed
     if storage.shard is not None:
-        loading.set_param_for_module, loading.spawn_materialize = set_and_shard, materialize_when_needed
+        loading.set_param_for_module = set_and_shard
     try:
         yield
     finally:
