@@ -60,6 +60,9 @@ class ChatTraining(HubDatasetChoice, ChatColumns, FileRules):
     are not trained. If this key or `completion_column` is set, `messages_column` is not read."""
     completion_column: Annotated[str, Since("0.2.0", before="completion")] = "completion"
     """Column with the completion of rows that have a prompt and a completion: plain text, or a list of messages."""
+    text_column: Annotated[str, Since("0.2.0", before="text")] = "text"
+    """Column with plain text that is trained as a whole, without the chat template. If this key is set,
+    `messages_column` is not read. The default column is read if a file has neither chats nor completions."""
     images_column: str | None = None
     """Column with the images of a chat, in the order of their placeholders in the messages. If not set, chats have no
     images."""

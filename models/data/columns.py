@@ -171,19 +171,28 @@ class TrainingColumns:
     """Whether the first rows of the file are chats instead of plain text."""
     note: str = ""
     """Sentence for `rheostat plan` about the recognized shape of the file. Empty if the configured columns are read."""
+    has_texts: bool = False
+    """Whether a row has one plain text instead of a whole chat."""
 
 
 def find_chat_columns(path: Path, config: ChatTraining) -> TrainingColumns:
     """Return the settings with which the chats of a file are read.
 
     Configured columns are always read. If the file lacks the default column, a prompt and a completion are searched,
-    then a column with whole chats. Raises BadInput, with the file's columns and the keys to set, if there is neither.
+    then a column with whole chats, then a column with plain text. Raises BadInput, with the file's columns and the keys
+    to set, if there is none of them.
     """
     columns, rows = peek_rows(path)
     names, name = (config.prompt_column, config.completion_column), format_path(path)
     has_chats, note = _describe_completions(name, rows, names)
     if not all(_is_default(config, key) for key in ("prompt_column", "completion_column")):
         return TrainingColumns(config, True, has_chats, note)
+    text = (
+        f"{name}: recognized as plain text in column {config.text_column}. Each text is trained as a whole, without "
+        "the chat template, and other columns are not read."
+    )
+    if not _is_default(config, "text_column"):
+        return TrainingColumns(config, has_texts=True, has_chats=False, note=text)
     if not columns or config.messages_column in columns or not _is_default(config, "messages_column"):
         return TrainingColumns(config)
     shape = recognize(columns, rows)
@@ -197,10 +206,13 @@ def find_chat_columns(path: Path, config: ChatTraining) -> TrainingColumns:
     if shape.kind == "chats":
         config = config.model_copy(update={"messages_column": shape.columns[0]})
         return TrainingColumns(config, note=f"{name}: recognized as {shape.label}.")
+    if config.text_column in columns and shape.keys.get("prompt_column") == config.text_column:
+        return TrainingColumns(config, has_texts=True, has_chats=False, note=text)
     raise BadInput(
         f"{describe_missing_column(name, config.messages_column, columns)} The shape of the file was not recognized. "
         "Set warmup.chats.messages_column to the column with whole chats, or set prompt_column and completion_column "
-        "to the columns of prompts and completions."
+        "to the columns of prompts and completions, or text_column to a column of plain text that is trained as a "
+        "whole."
     )
 
 

@@ -65,12 +65,15 @@ class TrainingChat:
 
 @dataclass(frozen=True, slots=True)
 class TrainingText:
-    """Plain-text prompt and its completion, on which the policy is trained without a chat template."""
+    """Plain-text prompt and its completion, or one plain text, on which the policy is trained without a chat
+    template."""
 
     source: str
     """Origin of the texts for messages, such as `texts.jsonl:17`."""
     prompt: str
-    completion: str
+    """Text before the completion, or the whole text if the row has one plain text."""
+    completion: str | None
+    """Text that is trained, or None if the row has one plain text, which is trained as a whole."""
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt, in order."""
 
@@ -144,10 +147,11 @@ def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[Tr
     columns, input_errors, found = find_chat_columns(path, config), InputErrors(), find_data_files(path)
     config = columns.file
     names = [config.prompt_column, config.completion_column] if columns.has_completions else [config.messages_column]
+    names = [config.text_column] if columns.has_texts else names
     names += [*filter(None, [config.images_column]), *config.required_chat_columns]
     chats, optional = list[TrainingRow](), config.optional_chat_columns
     root = find_image_root(path, config)
-    build = _build_completion if columns.has_completions else _build_chat
+    build = _build_completion if columns.has_completions else _build_text if columns.has_texts else _build_chat
     for place, row in read_rows(path, names, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
             values = {name: omit_nulls(value) for name, value in row.items()} if found.is_table else row
@@ -230,6 +234,17 @@ def _build_completion(place: str, row: Mapping[str, object], config: ChatTrainin
             else f"{place}: {names[0]}: the prompt has no messages. Add a message, or remove the row."
         )
     return chat
+
+
+def _build_text(place: str, row: Mapping[str, object], config: ChatTraining) -> TrainingRow:
+    """Return the plain text in a row, without images. `place` names the row in messages. Raises BadInput if the value
+    is not text, or if the loss needs turns or a completion."""
+    if config.loss not in ("assistant", "all"):
+        raise BadInput(
+            f"{place}: warmup.chats.loss = {config.loss!r} needs rows with chats or completions, but the row has plain "
+            f"text in column {config.text_column}, which is trained as a whole. Set loss = 'all'."
+        )
+    return TrainingText(place, read_text(place, row[config.text_column], config.text_column), None)
 
 
 def _require_new_prompts(train: Sequence[TrainingRow], heldout: Sequence[TrainingRow], config: ChatTraining) -> None:

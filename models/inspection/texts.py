@@ -76,7 +76,7 @@ def list_chat_notes(rows: Sequence[TrainingRow], tokenizer: PreTrainedTokenizerF
     chats = [row for row in rows if isinstance(row, TrainingChat)]
     contained = [(each.source, control.find(each.messages)) for each in chats]
     contained += [
-        (each.source, control.find(each.prompt) or control.find_special(each.completion))
+        (each.source, control.find(each.prompt) or control.find_special(each.completion or ""))
         for each in rows
         if not isinstance(each, TrainingChat)
     ]

@@ -48,29 +48,40 @@ def _encode_texts(
     rules: TextRules,
     processor: VisionProcessor | None,
 ) -> list[ModelInput]:
-    """Return the model inputs of plain-text prompts and completions, each with an EOS token at the end. Raises BadInput
-    if a row cannot be encoded."""
+    """Return the model inputs of plain-text prompts and completions, and of whole plain texts, each with an EOS token
+    at the end. Raises BadInput if a row cannot be encoded."""
     input_errors = InputErrors()
     for each in texts:
         with input_errors.collect(each.source):
-            if loss == "all" and each.images:
+            if (loss == "all" or each.completion is None) and each.images:
                 raise BadInput(
                     f"{each.source}: warmup.chats.loss = 'all' would train image tokens, which a policy never "
                     "generates. Use 'assistant'."
+                    if each.completion is not None
+                    else f"{each.source}: a plain text that is trained as a whole cannot have images. Remove "
+                    "warmup.chats.images_column, or use rows with a prompt and a completion."
                 )
     input_errors.check()
-    examples = [Example(each.prompt, _drop_end(each.completion, tokenizer, rules), each.images) for each in texts]
+    examples = [
+        Example(_drop_end(each.prompt, tokenizer, rules), "")
+        if each.completion is None
+        else Example(each.prompt, _drop_end(each.completion, tokenizer, rules), each.images)
+        for each in texts
+    ]
     source = f"{texts[0].source.rpartition(':')[0] or texts[0].source}: a prompt"
     inputs = example_inputs(examples, tokenizer, source=source, processor=processor, rules=rules)
-    if loss != "all":
-        return inputs
-    return [ModelInput.from_prompt(each.tokens[:1]).append_completion(each.tokens[1:]) for each in inputs]
+    return [
+        ModelInput.from_prompt(each_input.tokens[:1]).append_completion(each_input.tokens[1:])
+        if loss == "all" or each.completion is None
+        else each_input
+        for each, each_input in zip(texts, inputs, strict=True)
+    ]
 
 
-def _drop_end(completion: str, tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> str:
-    """Return a completion without an EOS token at its end, which is added to every completion. Unchanged if control
+def _drop_end(text: str, tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> str:
+    """Return a trained text without an EOS token at its end, which is added to every trained text. Unchanged if control
     tokens in texts are ordinary text."""
-    return completion.removesuffix(str(tokenizer.eos_token)) if rules.parses_control_tokens else completion
+    return text.removesuffix(str(tokenizer.eos_token)) if rules.parses_control_tokens else text
 
 
 def enforce_chat_length(

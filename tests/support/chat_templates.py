@@ -40,6 +40,12 @@ class Published:
         return self.roles if self.keeps is None else self.keeps
 
 
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Chat template that marks the turns of the assistant with generation blocks."""
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 HERMES_WORDS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 

@@ -217,6 +217,15 @@ def test_completions_are_trained_as_by_trl_with_completion_only_loss(rows, loss,
     assert_same_training(theirs, train_here(inputs, is_packed=is_packed))
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_plain_texts_are_trained_as_a_whole_as_by_trl(is_packed, tokenizer, tmp_path):
+    rows = [{"text": row["prompt"] + row["completion"]} for row in PLAIN]
+    examples, *theirs = train_with_trl(tokenizer, rows, tmp_path)
+    inputs = encode_file(rows, tmp_path / "chats.jsonl", tokenizer)
+    assert [each.tokens.tolist() for each in inputs] == [example["input_ids"] for example in examples]
+    assert_same_training(theirs, train_here(inputs, is_packed=is_packed))
+
+
 def test_turns_in_completions_are_trained_as_by_trl_with_assistant_only_loss(tokenizer, tmp_path):
     tokenizer = use_markers(tokenizer)
     settings = {"completion_only_loss": True, "assistant_only_loss": True}

@@ -15,7 +15,7 @@ from models.config.texts import TextRules
 from models.config.training import ChatTraining, WarmupConfig
 from models.data.images import digest_of
 from models.data.problems import ImagePlace, Message, TemplateArguments
-from models.data.training_chats import TrainingChat, TrainingText, load_chats, order_chats, report_chats
+from models.data.training_chats import TrainingChat, load_chats, order_chats
 from models.inspection.chats import check_chats
 from models.inspection.directory import inspect_scratch
 from models.modeling.batching import Sequences, fill_microbatches
@@ -23,11 +23,11 @@ from models.modeling.logprobs import TokenLogprobs
 from models.modeling.shared_prompts import may_share_prompts, use_attention_kernel
 from models.records.model_input import ModelInput
 from models.text.tokenizer import load_tokenizer
-from models.text.training_rows import encode_rows, enforce_chat_length
+from models.text.training_rows import enforce_chat_length
 from models.text.whole_chats import ChatEncoder
 from models.training.supervised import imitation_loss
 from models.vision.processor import load_processor
-from tests.support.chat_templates import CHATML, FIND, PUBLISHED, SMOLVLM, tokenizer_of, with_template
+from tests.support.chat_templates import CHATML, FIND, GENERATION, PUBLISHED, SMOLVLM, tokenizer_of, with_template
 from tests.support.data_files import write_lines
 from tests.support.families import FAMILIES, SHAPE, build
 from tests.support.flash_kernels import reference_kernel
@@ -52,11 +52,6 @@ ENDS = {
     "plain": ("", "<|eos|>", "<|eos|>"),
 }
 """Text before the content of a turn, and the ends of an inner and of the last turn, as policies generate them."""
-GENERATION = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def encode(name_or_tokenizer, *messages, **options):
@@ -305,95 +300,3 @@ def test_too_long_chats_are_refused_by_name_or_left_out():
     assert enforce_chat_length(inputs, ["c:1", "c:2"], context=8, too_long="drop") == inputs[:1]
     with pytest.raises(BadInput, match=r"c:2: the chat has 11 tokens, but the policy's context is 8"):
         enforce_chat_length(inputs, ["c:1", "c:2"], context=8, too_long="refuse")
-
-
-# ---- rows with a prompt and a completion
-
-
-def encode_all(rows, tokenizer, **options):
-    settings = {"loss": "assistant", "rules": TextRules(), "ends": (), "processor": None, **options}
-    return encode_rows(rows, tokenizer, **settings)
-
-
-def load_rows(tmp_path, *rows, **settings):
-    path = write_lines(tmp_path / "chats.jsonl", *rows)
-    return load_chats(ChatTraining(path=path, heldout_fraction=0, **settings))[0]
-
-
-USER, REPLY = {"role": "user", "content": "Ana has 3 pens"}, {"role": "assistant", "content": "it is sunny"}
-
-
-@pytest.mark.parametrize("loss", ["assistant", "last", "completion"])
-def test_only_the_completion_of_a_chat_is_trained(loss, tmp_path):
-    tokenizer = tokenizer_of("qwen-2.5")
-    rows = load_rows(tmp_path, {"prompt": [USER, REPLY, USER], "completion": [REPLY]}, loss=loss)
-    [[encoded]] = encode_all(rows, tokenizer, loss=loss)
-    end = "<|im_end|>\n" if loss == "completion" else "<|im_end|>"
-    assert trained_texts(tokenizer, encoded) == [f"it is sunny{end}"]
-
-
-def test_turns_of_the_prompt_are_not_trained_if_the_template_marks_generated_turns(tmp_path):
-    tokenizer = with_template(GENERATION, backend=tokenizer_of("qwen-2.5").backend_tokenizer)
-    rows = load_rows(tmp_path, {"prompt": [USER, REPLY, USER], "completion": [REPLY, USER, REPLY]})
-    [[encoded]] = encode_all(rows, tokenizer)
-    assert trained_texts(tokenizer, encoded) == ["it is sunny<|im_end|>"] * 2
-    assert tokenizer.decode(encoded.prompt).count("it is sunny") == 1
-
-
-def test_plain_prompts_and_completions_need_no_chat_template(tmp_path):
-    tokenizer = with_template(None)
-    [row] = load_rows(tmp_path, {"prompt": "Ana has 3 pens,", "completion": " it is sunny"})
-    [[encoded]] = encode_all([row], tokenizer)
-    assert trained_texts(tokenizer, encoded) == [f" it is sunny{tokenizer.eos_token}"]
-    assert tokenizer.decode(encoded.prompt) == "Ana has 3 pens,"
-    [[whole]] = encode_all([row], tokenizer, loss="all")
-    assert (whole.tokens.tolist(), whole.num_prompt_tokens) == (encoded.tokens.tolist(), 1)
-
-
-def test_a_completion_that_ends_with_eos_has_one_eos_if_control_tokens_are_parsed():
-    tokenizer = tokenizer_of("qwen-2.5")
-    row = TrainingText("t:1", "Ana", f" it is{tokenizer.eos_token}")
-    [[encoded]] = encode_all([row], tokenizer, rules=TextRules("parse"))
-    assert encoded.tokens.tolist().count(tokenizer.eos_token_id) == 1
-
-
-@pytest.mark.parametrize(
-    ("row", "settings", "note"),
-    [
-        ({"prompt": "a b", "completion": "c"}, {}, "in columns prompt and completion (plain text, which is trained"),
-        ({"prompt": [USER], "completion": [REPLY]}, {}, "in columns prompt and completion (OpenAI chats)"),
-        (
-            {"question": "a b", "reply": "c"},
-            {"prompt_column": "question", "completion_column": "reply"},
-            "reply (plain",
-        ),
-        ({"conversations": [USER, REPLY]}, {}, "OpenAI chats in column conversations"),
-        ({"messages": [USER, REPLY], "prompt": "a b", "completion": "c"}, {}, None),
-    ],
-)
-def test_columns_of_training_chats_are_recognized(row, settings, note, tmp_path):
-    config = ChatTraining(path=write_lines(tmp_path / "chats.jsonl", row), heldout_fraction=0, **settings)
-    assert len(load_chats(config)[0]) == 1
-    notes = report_chats(config)
-    assert note in notes[0] if note else notes == []
-
-
-def test_prompts_with_several_completions_are_in_the_same_split(tmp_path):
-    rows = [{"prompt": f"What is {n % 20}?", "completion": f"{n}"} for n in range(40)]
-    path = write_lines(tmp_path / "chats.jsonl", *rows)
-    train, heldout = load_chats(ChatTraining(path=path, heldout_fraction=0.3))
-    assert heldout
-    assert {each.prompt for each in train}.isdisjoint(each.prompt for each in heldout)
-
-
-def test_image_marks_and_the_column_system_are_read_in_training_chats(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture(1))
-    turns = [{"from": "human", "value": "<image>\nred"}, {"from": "gpt", "value": "see"}]
-    row = {"conversations": turns, "system": "Be brief.", "images": "a.png"}
-    [chat] = load_rows(tmp_path, row, images_column="images")
-    assert [each.role for each in chat.messages] == ["system", "user", "assistant"]
-    assert chat.messages[1].content == (ImagePlace(), "\nred")
-    config = ChatTraining(path=tmp_path / "chats.jsonl", heldout_fraction=0)
-    notes = "\n".join(report_chats(config))
-    assert "column 'system' contains system messages" in notes
-    assert "column 'images', which is not read" in notes
