@@ -99,7 +99,7 @@ def read(settings, name):
 
 
 def store_seeds(body):
-    """Return the seeds that the V2 model runner stores for a request of Rheostat's client, and why it refuses others."""
+    """Return the seeds that the V2 model runner stores for a request of Rheostat's client, or why it refuses them."""
     from rheostat_completions import _parameters
     from rheostat_requests import read_work
 
