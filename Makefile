@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-models models-page test-smoke test-system test-gpu test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-models models-page test-smoke test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -124,8 +124,12 @@ $(VENV)-trl/.done: bench/trl-vllm.txt
 	@$(VENV)-trl/bin/python -m pip --disable-pip-version-check install -q -r $<
 	@touch $@
 
-test-gpu: $(VENV)/.dev  ## the tests that need a GPU; flash kernels whose packages are not there are skipped, and named
-	@$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+test-gpu: $(VENV)/.dev  ## the tests that need a GPU, with a table at the end; kernels without their packages are skipped, and named
+	@$(BIN)/rheostat engine install vllm
+	@$(BIN)/python -m pytest -n 0 -m gpu -rs $(ARGS)
+
+test-gpu-offline:  ## those of them that need no vLLM, with the Python of PYTHON=... and without network
+	@$${PYTHON:-python3} -m pytest -n 0 -p no:cacheprovider -m "gpu and not vllm" -rs $(ARGS)
 
 bench-gpu: $(VENV)/.dev  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
 	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/rheostat engine install vllm && $(MAKE) -s $(VENV)-trl/.done; fi

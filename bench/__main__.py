@@ -35,7 +35,7 @@ PARTS = (
 )
 ALONE = (
     *("s3", "weights", "moved", "slices", "reality", "curves", "balanced"),
-    *("scale", "staleness", "vllm", "tools", "gpu", "ddpo"),
+    *("scale", "staleness", "vllm", "tools", "gpu", "updates", "ddpo"),
 )
 """Names of benchmarks that take long or need another environment. They run only if `--only` names them."""
 
@@ -80,8 +80,16 @@ def machine() -> dict[str, object]:
         "cpus": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: _find_version(name) for name in packages},
     }
+
+
+def _find_version(package: str) -> str:
+    """Return the installed version of a package, or "none". Most parts do not need all packages."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 if __name__ == "__main__":

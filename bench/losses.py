@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench.tables import Table
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
+from models.config.divergence import KlPenalty
 from models.config.objectives import (
     Cispo,
     Gspo,
-    KlPenalty,
     MaskedImportance,
     NoCorrection,
     PolicyGradient,

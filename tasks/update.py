@@ -10,7 +10,7 @@ from typing import Literal
 
 from infra.store.manifests import Manifest
 from models.algorithms.shaping import next_coefficient
-from models.config.objectives import AdaptiveKl
+from models.config.divergence import AdaptiveKl
 from models.records.versions import critic_of, policy_of
 from models.records.work import UpdateWork
 from tasks.run.dependencies import relayout_iteration

@@ -23,6 +23,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there: no te
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
+from infra.environments.gpus import read_driver_version  # noqa: E402
 from infra.plugins import PACKAGES  # noqa: E402
 from tests.support.jobs import prefect_server  # noqa: E402
 from tests.support.processes import preload_no_training  # noqa: E402
@@ -179,13 +180,16 @@ def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
 
 
 def pytest_configure(config) -> None:
-    """Let no process of the tests compile models, except in tests of vLLM and on GPUs.
+    """Hide GPUs from all processes of the tests, and let none compile models, except in tests of vLLM and on GPUs.
 
-    If torch may compile, importing peft also imports torch's compiler because bitsandbytes compiles functions when it
-    is imported. This takes 2 CPU seconds in each process.
+    Most tests compare bits, which repeated computations on a GPU do not keep. If torch may compile, importing peft also
+    imports torch's compiler because bitsandbytes compiles functions when it is imported. This takes 2 CPU seconds in
+    each process.
     """
     if not re.match("vllm|gpu", config.getoption("markexpr")):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if read_driver_version() is not None:  # where it is set, Ray cannot be told of GPUs that do not exist
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 DEFAULT_THRESHOLDS = gc.get_threshold()

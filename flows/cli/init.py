@@ -131,7 +131,7 @@ import re
 
 def marked(prompt: str, completion: str, answer: str, *, mark: str) -> float:
     """Return 1 if the completion ends with the mark and the number with which the reference answer ends, else 0."""
-    number = re.findall(r"\d+", answer)[-1]
+    number = re.findall(r"\\d+", answer)[-1]
     return float(completion.strip().endswith(f" {mark} {number}"))
 '''
 

@@ -20,7 +20,14 @@ from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
 from tasks.run.hub_inputs import describe_hub_inputs
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
-from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
+from tasks.views.estimate import (
+    DeviceEstimate,
+    accelerator,
+    estimate,
+    list_loading_notes,
+    loading_excess,
+    peak_memory_by_part,
+)
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -173,6 +180,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"but this machine has {available_gpus}. The run could not start here. Lower these settings, or set "
             "pools.ray_address to a cluster with enough GPUs."
         )
+    yield from list_loading_notes(config, facts)
     if (precision_note := find_default_float32(config)) is not None:
         yield precision_note
     if minibatches > prompts:
@@ -377,8 +385,11 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
     """Describe the estimated peak memory of one worker of a role, as a sum of its parts. Parts that are offloaded to
     CPU memory are listed separately."""
-    parts = {name: value / 2**20 for name, value in peak_memory_by_part(facts, role).items()}
-    offloaded_parts = {name: parts.pop(name) for name in offloaded}
+    parts = peak_memory_by_part(facts, role)
+    offloaded_parts = {name: parts.pop(name) / 2**20 for name in offloaded}
+    if role == "update" and (loading := loading_excess(parts, facts)):
+        parts["loading"] = loading
+    parts = {name: value / 2**20 for name, value in parts.items()}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
     addition = (
         f", and {sum(offloaded_parts.values()):,.1f} MiB of machine memory ({' + '.join(offloaded_parts)})"

@@ -67,8 +67,8 @@ class Contents(Settings):
 def describe_bundle(directory: Path, *, written_files: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
     """Return the list of files of the bundle (stored folder) that would be made from a directory.
 
-    Digests in `written_files`, which come from `write_hashed`, are used without reading the file. All other files are
-    read.
+    Digests in `written_files` are used without reading the file. They come from `write_hashed`, or from a verified
+    bundle to whose files the directory has hard links. All other files are read.
     """
     return Contents(
         files={name: written_files.get(name) or _describe(path) for name, path in _files(directory).items()}
@@ -120,6 +120,12 @@ def sync_bundle(store: Store, ref: BundleRef) -> None:
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
+
+
+def describe_stored_files(store: Store, ref: BundleRef) -> Mapping[str, BundledFile]:
+    """Return the digest and size of each file of a bundle (stored folder), by its relative path, as bundle.json lists
+    them. The files are not read."""
+    return _contents(store, ref).files
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:

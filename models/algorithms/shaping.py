@@ -11,7 +11,8 @@ import numpy as np
 from models.algorithms.experience import Experience
 from models.algorithms.ragged import last_tokens, sums_per_completion, values_on_last_tokens
 from models.config.algorithms import Algorithm, Overlong, RewardKl
-from models.config.objectives import MAX_LOG_RATIO, AdaptiveKl
+from models.config.divergence import AdaptiveKl
+from models.config.objectives import MAX_LOG_RATIO
 from models.records.columns import Floats, Integers
 
 

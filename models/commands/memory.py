@@ -9,12 +9,14 @@ from typing import Final
 
 from models.config.engines import BYTES
 from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_of
-from models.config.policy import ModelOutline
+from models.config.outline import ModelOutline
 
 GRADIENT_BYTES: Final = 4
 """Bytes per gradient value. Gradients are accumulated in float32 in every precision."""
 MASTER_BYTES: Final = 4
 """Bytes per value of the float32 copy of trained parameters that DeepSpeed keeps from ZeRO-1 on."""
+READ_BYTES: Final = 8
+"""Bytes per value of the float32 copies of parameters that a trial reads at the same time (`KEPT_TENSORS`)."""
 CHECKPOINTING_BYTES: Final = 2**30
 """Size of a micro-batch's activations, in bytes, above which activation checkpointing may be turned on by default."""
 
@@ -79,6 +81,42 @@ def microbatch_bytes(
         "update_activations_bytes": activations,
         "update_head_bytes": head,
         "update_writing_bytes": max(0.0, copied - activations - head),
+    }
+
+
+def loading_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> float:
+    """Return the peak bytes of one rank while it loads a model for training, before gradients and optimizer state
+    exist.
+
+    Under ZeRO-3 a rank holds its shard of the weights, except for models that can only be loaded as a whole. To find
+    out how the model computes, a rank reads single parameters in float32 (`models.modeling.trials`).
+    """
+    number, is_sharded = BYTES[update.dtype], update.running_stage == 3
+    shard = model.parameters * number // ranks if is_sharded else 0
+    whole = 0 if is_sharded and model.loads_shards else model.parameters * number
+    reads_copies = whole == 0 or update.dtype != "float32"
+    read = model.largest_parameter * (number + READ_BYTES) if reads_copies else 0
+    return shard + whole + read
+
+
+def peak_bytes(
+    update: UpdateConfig, model: ModelOutline, sizes: MicrobatchSizes, *, ranks: int, has_reference: bool
+) -> dict[str, float]:
+    """Return the bytes of one rank for training a policy, by purpose: what it holds permanently, what the largest
+    micro-batch adds, and the peak while the policy is loaded (`loading_peak_bytes`).
+
+    With `has_reference`, each rank also holds a whole reference model, unless adapters are trained.
+    """
+    held = resident_bytes(update, model, ranks=ranks)
+    together = sum(value for name, value in held.items() if name.endswith("_bytes"))
+    reference = model.parameters * BYTES[update.reference_precision] if has_reference and update.lora is None else 0
+    loads_whole = update.running_stage == 3 and not model.loads_shards
+    return {
+        **held,
+        **({"update_reference_bytes": reference} if reference else {}),
+        **microbatch_bytes(update, model, sizes, held=together),
+        "loading_peak_bytes": loading_bytes(update, model, ranks=ranks),
+        **({"loads_whole": 1.0} if loads_whole else {}),
     }
 
 

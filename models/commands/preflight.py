@@ -24,7 +24,7 @@ from infra.store.inputs import fetch_path
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from models.commands.memory import MicrobatchSizes, peak_bytes, resident_bytes
 from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
 from models.commands.sizes import check_sizes, count_problems, count_warmup_images
 from models.config.algorithms import AlgorithmConfig
@@ -34,7 +34,8 @@ from models.config.data import DataConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
-from models.config.policy import ModelOutline, PolicyConfig
+from models.config.outline import ModelOutline
+from models.config.policy import PolicyConfig
 from models.config.preferences import PreferencesConfig
 from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
@@ -286,18 +287,15 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     micro-batch, by purpose."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
-    bytes_needed = resident_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
             f"update.activation_checkpointing is set, but transformers cannot recompute the layers of {model.kind}. "
             "Remove the key, and lower update.microbatch_tokens to save memory."
         )
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
-    reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
     completions = inputs.rollout.prompts * inputs.rollout.group_size
     sizes = MicrobatchSizes.compute(update, longest=longest_tokens, completions=completions, ranks=ranks)
-    together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
-    return {**bytes_needed, **reference, **microbatch_bytes(update, model, sizes, held=together)}
+    return peak_bytes(update, model, sizes, ranks=ranks, has_reference=compared)
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pydantic import Field
 from infra.config import Fraction, Positive, Settings, Since
 from infra.store.inputs import ModelLocation
 from infra.variants import OneOf, Target, Variant
-from models.config.objectives import AdaptiveKl
+from models.config.divergence import AdaptiveKl
 from models.config.teachers import Distillation
 
 if TYPE_CHECKING:

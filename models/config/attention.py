@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
-from models.config.policy import ModelOutline, ModelShape
+from models.config.outline import ModelOutline
+from models.config.policy import ModelShape
 
 if TYPE_CHECKING:
     from models.config.objectives import UpdateConfig

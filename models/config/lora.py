@@ -8,7 +8,7 @@ from pydantic import Field
 from infra.config import Positive, Settings
 from infra.errors import BadInput
 from infra.plugins import nearest_name
-from models.config.policy import ModelOutline
+from models.config.outline import ModelOutline
 
 
 class LoraConfig(Settings):

@@ -9,6 +9,7 @@ from infra.config import Positive, Settings, Since
 from infra.errors import BadInput
 from infra.variants import OneOf, Target, Variant
 from models.config.attention import KERNELS, Attention
+from models.config.divergence import Kl, KlPenalty, NoKl
 from models.config.lora import LoraConfig
 from models.config.optimizers import AdamW, OptimizerConfig
 from models.config.policy import ModelShape
@@ -168,38 +169,6 @@ class TargetLoss(Target):
 LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
 
 
-# ---- divergence from the reference
-class AdaptiveKl(Settings):
-    """Controller that adapts a KL coefficient so that the KL divergence stays close to a target (arXiv 1909.08593,
-    section 2.2). Resuming a run restores the controller's state."""
-
-    target: Annotated[float, Field(gt=0)]
-    """Target of the KL divergence in nats per token."""
-    horizon: Positive = 10_000
-    """Time constant in completions. Each iteration multiplies the coefficient by exp(error x completions / horizon),
-    where error is the relative error of the divergence, clipped to ±0.2."""
-
-
-class NoKl(Settings):
-    """No KL penalty in the loss, so no reference model is needed for it."""
-
-    kind: Literal["none"] = "none"
-
-
-class KlPenalty(Settings):
-    """Penalty in the loss on the KL divergence of the policy from the initial policy."""
-
-    kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence per token: k1, k2 or k3 (Schulman, "Approximating KL divergence")."""
-    coefficient: Annotated[float, Field(gt=0)] = 1e-3
-    """Factor by which the divergence is multiplied in the loss. With `adaptive`, this is the initial factor."""
-    adaptive: AdaptiveKl | None = None
-    """Controller that changes the coefficient after each iteration. If not set, the coefficient is constant."""
-
-
-Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
-
-
 # ---- the mismatch between engine and trainer
 class Correction(Variant):
     """Fields common to all importance corrections (of the difference between engine and trainer). `implementation`
@@ -316,6 +285,9 @@ class UpdateConfig(Settings):
     experts. Rollouts and samples store the choices. If not set, the policy chooses its experts again."""
     kl: Kl = NoKl()
     """Penalty in the loss on the KL divergence of the policy from the initial policy."""
+    reference_dtype: Annotated[Literal["float32", "bfloat16"] | None, Since("0.2.0", before="float32")] = None
+    """Precision of the reference model, which computes log-probs of the initial policy. If not set, it is `dtype`, so
+    that the divergence from an unchanged policy is 0. Under LoRA adapters it is always `dtype`."""
     correction: CorrectionConfig = TruncatedImportance()
     """Correction of the difference between the log-probs that the engine recorded and those that the trainer
     computes."""
@@ -379,10 +351,15 @@ class UpdateConfig(Settings):
         return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
 
     @property
-    def wide_attention(self) -> Attention | None:
-        """Attention implementation for models that run in float32, such as the reference. None (the model's default) if
-        a kernel is configured, because kernels do not support float32."""
-        return None if self.attention in KERNELS else self.attention
+    def reference_precision(self) -> Literal["float32", "bfloat16"]:
+        """Precision of the reference model."""
+        return self.reference_dtype or self.dtype
+
+    @property
+    def reference_attention(self) -> Attention | None:
+        """Attention implementation of the reference model. None (the model's default) if the reference runs in float32
+        and a kernel is configured, because kernels do not support float32."""
+        return None if self.reference_precision == "float32" and self.attention in KERNELS else self.attention
 
     @property
     def offloaded(self) -> tuple[str, ...]:

@@ -268,9 +268,10 @@ def copy_pipeline(source: Path, target: Path) -> None:
         copyfile(source / path, target / path)
 
 
-def link_frozen_parts(parent: Path, directory: Path) -> None:
-    """Add the frozen components in `parent` to a new version's directory, as hard links or else as copies."""
-    folder = read_pipeline(parent).family.folder
+def link_frozen_parts(parent: Path, directory: Path) -> list[str]:
+    """Add the frozen components in `parent` to a new version's directory, as hard links or else as copies. Return the
+    relative paths of the hard links."""
+    folder, linked = read_pipeline(parent).family.folder, list[str]()
     for path in list_policy_files(parent):
         is_weights = path.parts[0] == folder and ".safetensors" in path.name
         if is_weights or (directory / path).exists():
@@ -278,8 +279,10 @@ def link_frozen_parts(parent: Path, directory: Path) -> None:
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(parent / path, directory / path)
+            linked.append(path.as_posix())
         except OSError:  # another file system
             copyfile(parent / path, directory / path)
+    return linked
 
 
 def list_policy_files(directory: Path) -> list[Path]:

@@ -15,7 +15,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path
 from models.config.denoising import DenoisingConfig
-from models.config.policy import DiffusionPolicy, ModelOutline, ModelShape, ScratchDiffusionPolicy
+from models.config.outline import ModelOutline
+from models.config.policy import DiffusionPolicy, ModelShape, ScratchDiffusionPolicy
 from models.denoising.families import (
     CLIP_TOKENS,
     DenoiserFamily,
@@ -205,6 +206,8 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
         kept_numbers=round(measured.kept / blocks),
         largest_block=max(measured.layers) * blocks / measured.kept,
         has_guidance_input=has_guidance_input(model),
+        largest_parameter=max(weight.numel() for weight in model.parameters()),
+        loads_shards=False,
     )
     shape = ModelShape(
         parameters=parameters, context=PROMPT_BYTES, layers=blocks, heads=1, kv_heads=1, head_size=hidden

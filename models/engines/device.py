@@ -14,6 +14,9 @@ def choose_device() -> Literal["cpu", "cuda"]:
     Raises BadInput if CUDA_VISIBLE_DEVICES gives GPUs to this process that PyTorch cannot use, because the process
     would compute on the CPU instead without notice. Ray or the user sets this variable. For workers without GPUs it is
     empty.
+
+    On a GPU, convolutions of float32 tensors are computed in float32 from then on. By default cuDNN rounds their inputs
+    to TF32, which has 10 bits of mantissa. PyTorch computes matrix products in float32 by default.
     """
     given = visible_devices() or ()
     if not torch.cuda.is_available():
@@ -29,6 +32,7 @@ def choose_device() -> Literal["cpu", "cuda"]:
             f"CUDA_VISIBLE_DEVICES gives {_name_gpus(given)} to this process, but PyTorch finds only {count} of these "
             f"{len(given)}. {_advise(given)}"
         )
+    torch.backends.cudnn.allow_tf32 = False
     return "cuda"
 
 

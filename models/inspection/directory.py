@@ -18,10 +18,10 @@ from infra.plugins import find_target
 from infra.store.inputs import fetch_path
 from models.config.denoising import DenoisingConfig
 from models.config.images import PixelLimits
+from models.config.outline import ModelOutline
 from models.config.policy import (
     DirectoryPolicy,
     MergePolicy,
-    ModelOutline,
     ModelShape,
     PolicySource,
     ScratchPolicy,

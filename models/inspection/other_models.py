@@ -23,7 +23,8 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import ModelOutline, PolicyConfig
+from models.config.outline import ModelOutline
+from models.config.policy import PolicyConfig
 from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
 from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer

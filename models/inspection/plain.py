@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.config.policy import ModelOutline, ModelShape, ScratchPolicy
+from models.config.outline import ModelOutline
+from models.config.policy import ModelShape, ScratchPolicy
 from models.text.tokenizer import load_tokenizer
 
 Shape = tuple[int, ...]
@@ -116,6 +117,7 @@ class DecoderSizes:
             vocab_size=self.vocab_size,
             kept_numbers=self._num_kept_values,
             norm_numbers=self._num_norm_values,
+            largest_parameter=max(map(prod, weights.values())),
         )
 
     @property

@@ -22,7 +22,7 @@ from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
 from infra.store.file_writer import write_files
 from infra.store.storage import Store
 from models.config.lora import LoraConfig
-from models.config.policy import ModelOutline
+from models.config.outline import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute
 from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
@@ -46,9 +46,9 @@ layer. Measured: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3, 1.8 in GPT-2."""
 def load_trainable(
     store: Store, version: ModelVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
 ) -> PreTrainedModel:
-    """Load the weights of a policy version for training, in float32.
+    """Load the weights of a policy version for training.
 
-    If `lora` is given, also load the adapters of this version, or add new adapters if the version has none.
+    If `lora` is given, also load the adapters of this version in float32, or add new adapters if the version has none.
     """
     model = load(fetch_bundle(store, version.weights))
     if lora is None:
@@ -61,7 +61,7 @@ def load_trainable(
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
-    """Freeze a float32 model and add LoRA adapters that leave its outputs unchanged at first. The adapter's matrix B is
+    """Freeze a model and add float32 LoRA adapters that leave its outputs unchanged at first. The adapter's matrix B is
     initialized to 0, and A from a seed that is derived from the digest of `base`, the stored base weights. Raises
     BadInput if a name in `lora.targets` matches no layer."""
     import peft  # peft imports DeepSpeed, which then chooses its accelerator, so not before the ranks have joined
@@ -83,9 +83,11 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
     generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)  # like peft
+            values = torch.empty(parameter.shape)  # in float32 on the CPU, so that every device and dtype has the same
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)  # like peft
+            parameter.data = values.to(parameter.device)
         elif ".lora_B." in name:
-            nn.init.zeros_(parameter)
+            parameter.data = torch.zeros(parameter.shape, device=parameter.device)
         elif head is not None and name.startswith(f"{head}."):
             parameter.requires_grad_(True)
 
@@ -150,6 +152,8 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         norm_numbers=2 * text.hidden_size,
         attentions=attentions_of(model),
         recomputes=bool(layers_to_recompute(model)),
+        largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+        loads_shards=getattr(model.config, "quantization_config", None) is None,
     )
 
 

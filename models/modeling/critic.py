@@ -22,6 +22,7 @@ from infra.counts import format_count
 from infra.errors import BadInput
 from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
+from models.modeling.parameter_storage import ParameterStorage
 from models.modeling.policy import load_policy, load_weights, lock_model_construction, save_policy
 from models.modeling.reward_model import load_reward_model
 from models.modeling.shared_prompts import set_attention
@@ -44,9 +45,17 @@ class TokenValues(TokenModule):
         return read.gather_outputs(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
-def load_critic(directory: Path) -> PreTrainedModel:
-    """Load a critic that the run has stored, for training, in float32 on the CPU."""
-    return load_weights(AutoModelForSequenceClassification, directory, what="critic", device="cpu", dtype=torch.float32)
+def load_critic(directory: Path, *, storage: ParameterStorage | None = None) -> PreTrainedModel:
+    """Load a critic that the run has stored, for training. `storage` describes how its parameters are stored, by
+    default in float32 on the CPU."""
+    return load_weights(
+        AutoModelForSequenceClassification,
+        directory,
+        what="critic",
+        device="cpu",
+        dtype=torch.float32,
+        storage=storage,
+    )
 
 
 def critic_from_policy(policy: Path) -> PreTrainedModel:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.modeling.trials import whole_shape
 from models.records.model_input import Experts
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +35,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 def count_experts(model: nn.Module) -> int:
     """Return the number of experts among which a router of the model chooses, or 0 for a model without
     mixture-of-experts layers."""
-    return max((int(cast(nn.Parameter, router.weight).shape[0]) for router in routers(model)), default=0)
+    return max((whole_shape(cast(nn.Parameter, router.weight))[0] for router in routers(model)), default=0)
 
 
 @dataclass

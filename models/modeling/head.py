@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from models.config.objectives import chunk_elements_of
 from models.modeling.logit_shapes import LogitShape, logit_shape
+from models.modeling.trials import trial_weights, whole_shape
 from models.modeling.trunk import find_trunk
 from models.vision.tower import mask_tokens
 
@@ -79,7 +80,7 @@ class LogprobHead(nn.Module):
         # Also registered here, so that ZeRO-3 gathers them around this module's forward and backward passes.
         self.weight = head.weight
         self.bias = head.bias
-        self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
+        self.chunk_elements, self.vocab_size = chunk_elements, whole_shape(head.weight)[0]
         self.settings = HeadSettings(shape, temperature, tuple(banned))
 
     def forward(self, states_NH: Tensor, targets_N: Tensor, loss_gradient: LossGradient | None = None) -> Tensor:
@@ -264,13 +265,13 @@ def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn
     head = model.get_output_embeddings()
     plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
     tokens_BT = torch.tensor([plain], device=model.device)
-    if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
-        with torch.no_grad():
+    with torch.no_grad(), trial_weights(model):
+        if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
             expected = model(input_ids=tokens_BT, use_cache=False).logits
             states_BTH = find_trunk(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
             computed = shape.apply(head(states_BTH).float())
-        if torch.allclose(expected.float(), computed, rtol=1e-2, atol=1e-2, equal_nan=True):
-            return head, shape
+            if torch.allclose(expected.float(), computed, rtol=1e-2, atol=1e-2, equal_nan=True):
+                return head, shape
     raise BadInput(
         f"model {type(model).__name__} cannot be trained, because its logits are not a linear layer of the last "
         "hidden states, followed by at most a scale or a soft cap. Use another architecture"

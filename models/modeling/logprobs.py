@@ -4,6 +4,7 @@ Shapes: B rows, T padded width, N completion tokens, C completion tokens of a ch
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -31,7 +32,9 @@ from models.modeling.shared_prompts import (
     set_attention,
     shared_states,
     supports_sequence_parallelism,
+    uses_attention_kernel,
 )
+from models.modeling.trials import trial_weights, trials_in
 from models.modeling.trunk import find_trunk
 from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
@@ -139,7 +142,10 @@ class TokenModule(nn.Module):
         replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(
             group.size, what=kind
         )
-        if not matches_padded_rows(self.model, sequence_parallel_group=group):
+        trial = trials_in(self.model.dtype) if uses_attention_kernel(self.model) else nullcontext()
+        with trial, trial_weights(self.model):
+            matches = matches_padded_rows(self.model, sequence_parallel_group=group)
+        if not matches:
             raise BadInput(
                 f"update.sequence_parallel is {group.size}, but {kind} computes other results if its sequences are "
                 "split among ranks. Set it to 1"

@@ -3,9 +3,10 @@
 Weights are loaded only from safetensors files. Nothing is downloaded, and missing weights are an error.
 """
 
+import logging
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,13 +26,17 @@ from transformers.utils import logging as transformers_logging
 from infra.errors import BadInput
 from models.config.context import longrope_scales, usable_context
 from models.config.policy import ModelShape, ScratchPolicy
+from models.modeling.parameter_storage import ParameterStorage, store_parameters_as
+from models.modeling.trials import computes_in_float32
 from models.modeling.unread_weights import report_unread_weights
-from models.modeling.weight_files import check_loaded_weights, read_stored_weights
+from models.modeling.weight_files import check_loaded_weights, is_quantized, read_stored_weights
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names, part_of
 from models.vision.processor import is_vision_model, load_processor
 from models.vision.tower import VisionInputs
+
+logger = logging.getLogger(__name__)
 
 _MAKING = threading.RLock()
 
@@ -57,15 +62,62 @@ class Architecture(Protocol):
 
 
 def load_weights(
-    architecture: Architecture, directory: Path, *, what: str, device: str, dtype: torch.dtype
+    architecture: Architecture,
+    directory: Path,
+    *,
+    what: str,
+    device: str,
+    dtype: torch.dtype,
+    storage: ParameterStorage | None = None,
 ) -> PreTrainedModel:
     """Load a model of the given architecture. Raises BadInput if the files do not fit config.json, because transformers
     would fill missing weights with random numbers. `what` is the kind of model with which error messages begin, such as
-    "critic"."""
+    "critic".
+
+    `storage` is given for a model under training, with `dtype` = float32: parameters are then stored as it describes.
+    If a family of models does not allow this, the model is loaded as a whole in float32, and the log says so.
+    """
+    if storage is not None and storage.changes_parameters and not is_quantized(directory):
+        model = _load_for_training(architecture, directory, what=what, storage=storage)
+        if model is not None:
+            return model
+    return _load(architecture, directory, what=what, device=device, dtype=dtype)
+
+
+def _load_for_training(
+    architecture: Architecture, directory: Path, *, what: str, storage: ParameterStorage
+) -> PreTrainedModel | None:
+    """Load a model whose parameters are stored as `storage` describes. Return None if this fails, for example because a
+    model class reads the sizes of its parameters after they were sharded. Collective if parameters are sharded: all
+    ranks return None if one of them fails."""
+    model, reason = None, "its modules do not read their weights as attributes"
+    try:
+        model = _load(architecture, directory, what=what, device="cpu", dtype=torch.float32, storage=storage)
+        model = storage.finish(model)
+    except (BadInput, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        if isinstance(error, BadInput) and error.__cause__ is None:  # the files do not fit config.json
+            raise
+        reason = str(error)
+    if not storage.on_any_rank(model is None) and model is not None and computes_in_float32(model):
+        return model
+    logger.warning("%s %s is loaded as a whole in float32, because %s", what, directory, reason)
+    return None
+
+
+def _load(
+    architecture: Architecture,
+    directory: Path,
+    *,
+    what: str,
+    device: str,
+    dtype: torch.dtype,
+    storage: ParameterStorage | None = None,
+) -> PreTrainedModel:
     where = f"{what} {directory}"
     stored = read_stored_weights(directory, what=what)
+    storing = nullcontext() if storage is None else store_parameters_as(storage)
     try:
-        with lock_model_construction(), _suppress_reports():
+        with lock_model_construction(), _suppress_reports(), storing:
             model, loading = architecture.from_pretrained(
                 str(directory),
                 dtype=dtype,
@@ -138,10 +190,17 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dire
     tokenizer.save_pretrained(directory)
 
 
-def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a policy's weights, by default in float32 for training. On the `meta` device, load only names and shapes."""
+def load_policy(
+    directory: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    storage: ParameterStorage | None = None,
+) -> PreTrainedModel:
+    """Load a policy's weights, by default in float32. On the `meta` device, load only names and shapes. `storage`
+    describes how the parameters of a policy under training are stored."""
     architecture = AutoModelForImageTextToText if is_vision_model(directory) else AutoModelForCausalLM
-    return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
+    return load_weights(architecture, directory, what="policy", device=device, dtype=dtype, storage=storage)
 
 
 def load_vision(directory: Path, *, source: ImageSource | None = None, is_frozen: bool = False) -> VisionInputs | None:

@@ -40,12 +40,14 @@ from models.modeling.flash import (
 )
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.sequence_parallel import SequenceParallelGroup
+from models.modeling.trials import trial_dtype, trial_weights
 from models.modeling.trunk import find_trunk
 from models.modeling.varlen import require_varlen, supports_varlen, varlen_kernel
 from models.records.model_input import ModelInput
 from models.vision.tower import reads_images, treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
+_KERNEL: Final = "rows_"
 _AUTO: Final = "sdpa_or_varlen" + _ENDING
 """Name of the attention function that uses PyTorch's variable-length kernel for shared prompts if the device and the
 data type of a micro-batch allow it, and sdpa otherwise."""
@@ -130,7 +132,7 @@ def shared_states(
     """Return the last hidden state of every token of `tokens_1L`, a single row in which shared prompts are stored once.
     `options` are further arguments of the model's forward pass."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
-    uses_varlen = model.config._attn_implementation == _AUTO and supports_varlen(tokens_1L.device, model.dtype)
+    uses_varlen = model.config._attn_implementation == _AUTO and supports_varlen(tokens_1L.device, trial_dtype(model))
     with use_shared_tokens(replace(shared, uses_varlen=uses_varlen)):
         output = find_trunk(model)(
             input_ids=tokens_1L,
@@ -280,7 +282,7 @@ def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
         )
     if attention in KERNELS:
         kernel = require_varlen() if attention == VARLEN else flash_kernel(attention)
-        return use_attention_kernel(kernel, model, name=f"rows_{attention.removeprefix('flash_attention_')}")
+        return use_attention_kernel(kernel, model, name=_KERNEL + attention.removeprefix("flash_attention_"))
     model.set_attn_implementation(attention)
     return enable_shared_prompts(model)
 
@@ -294,6 +296,11 @@ def _set_default_attention(model: PreTrainedModel) -> bool:
     if is_supported and model.config._attn_implementation == "sdpa" + _ENDING:
         model.set_attn_implementation(_AUTO)
     return shares
+
+
+def uses_attention_kernel(model: PreTrainedModel) -> bool:
+    """Return whether the attention of a model is a flash kernel, which needs 16-bit numbers."""
+    return bool(model.config._attn_implementation.startswith(_KERNEL))
 
 
 def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
@@ -322,7 +329,8 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
         return False
     model.set_attn_implementation(inside + _ENDING)
     try:
-        shares = matches_padded_rows(model)
+        with trial_weights(model):
+            shares = matches_padded_rows(model)
     except RuntimeError:  # a class that computes its own masks, such as Doge, cannot read rows of other lengths
         shares = False
     if not shares:
@@ -357,4 +365,4 @@ def matches_padded_rows(
             actual_NH, torch.from_numpy(own_M).to(device), num_tokens=len(expected_NH)
         )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
-    return bool(difference < _MAX_DIFFERENCE.get(model.dtype, 5e-2))
+    return bool(difference < _MAX_DIFFERENCE.get(trial_dtype(model), 5e-2))

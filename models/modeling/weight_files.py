@@ -92,7 +92,7 @@ def check_loaded_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in sorted(stored.items()):
         is_weight = name in parameters or name.endswith("weight")  # others are buffers, such as masks
-        if is_weight and weight.dtype not in FLOATS and not _is_quantized(Path(model.name_or_path)):
+        if is_weight and weight.dtype not in FLOATS and not is_quantized(Path(model.name_or_path)):
             raise BadInput(
                 f"{where}: {weight.file} stores {name} as {weight.dtype}, but weights must have one of the types "
                 f"{', '.join(FLOATS)}. Use the checkpoint that is not quantized"
@@ -109,7 +109,7 @@ def _size(shape: object) -> str:
     return " x ".join(map(str, tuple(shape))) or "one number"  # type: ignore[arg-type]
 
 
-def _is_quantized(directory: Path) -> bool:
+def is_quantized(directory: Path) -> bool:
     """Return whether config.json describes a quantization of the weights, which transformers undoes when it loads
     them."""
     return "quantization_config" in json.loads((directory / "config.json").read_text())

@@ -13,7 +13,8 @@ from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_b
 from models.config.engines import TransformersEngine
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
-from models.config.policy import ModelOutline, ModelShape
+from models.config.outline import ModelOutline
+from models.config.policy import ModelShape
 
 GROUP_SIZE: Final = 8
 """Number of completions per prompt. 8 is a usual choice for GRPO."""

@@ -24,7 +24,9 @@ from models.modeling.head import LossGradient
 from models.modeling.layout import MicroBatch
 from models.modeling.lazy_tensors import build_lazy_state
 from models.modeling.logprobs import ForwardInput, TokenModule
+from models.modeling.parameter_storage import DTYPES, cast_parameters
 from models.modeling.safetensors import copy_to_host
+from models.modeling.trials import float32_trials
 from models.training.optimizers import OptimizerFunction
 from models.training.ranks import Ranks, broadcast_bytes
 
@@ -77,13 +79,15 @@ class Trainer:
         self._ranks = ranks
         self._max_grad_norm = update.max_grad_norm
         self._stage = update.running_stage
+        cast_parameters(module, DTYPES[update.dtype])  # adapters and denoisers are loaded in float32
         module = module.to(ranks.device)
-        module.enable_sequence_parallelism(ranks.sequence_parallel_group)
+        with float32_trials():
+            module.enable_sequence_parallelism(ranks.sequence_parallel_group)
         module.checkpoint_layers(is_enabled=bool(update.activation_checkpointing))
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_build_engine_config(update))
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=build_engine_config(update))
         self._engine: DeepSpeedEngine = engine
         self._engine.eval()  # no dropout, because log-probs must be those of the policy that generated the tokens
         for name, buffer in module.named_buffers():  # bfloat16 rotary frequencies would misplace distant tokens
@@ -302,7 +306,8 @@ def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
     return cast(Tensor, module(module.prepare_inputs(batch, module.model.device)))
 
 
-def _build_engine_config(update: UpdateConfig) -> dict[str, object]:
+def build_engine_config(update: UpdateConfig) -> dict[str, object]:
+    """Return DeepSpeed's configuration for an update."""
     stage = update.running_stage
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,  # Trainer.backward ends the accumulation

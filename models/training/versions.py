@@ -1,91 +1,39 @@
-"""Models that an update rank keeps in memory, and functions that publish new policy versions."""
+"""Models that an update rank keeps in memory."""
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
+from infra.store.bundles import fetch_bundle, has_bundle
 from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import is_pipeline, link_frozen_parts, load_denoiser, read_pipeline
+from models.denoising.pipeline import load_denoiser, read_pipeline
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
+from models.modeling.parameter_storage import DTYPES, ParameterStorage, cast_parameters
 from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
+from models.modeling.trials import float32_trials
 from models.records.media import Gallery, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
-from models.text.template_files import copy_named_templates
-from models.training.ranks import Ranks, any_rank, broadcast_bytes
+from models.training.publishing import publish_version
+from models.training.ranks import Ranks, any_rank
+from models.training.sharding import trained_storage
 from models.training.states import StateWriter, load_state
 from models.training.trainer import Forward, Moments, Trainer, frozen_forward
 from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
-
-_VERSION = TypeAdapter(ModelVersion)
-
-
-def publish_version(
-    store: Store,
-    trainer: Trainer,
-    *,
-    version: int,
-    parent: ModelVersion,
-    ranks: Ranks,
-    put: Literal["durable", "early", "not"],
-    on_progress: Callable[[], None],
-) -> ModelVersion:
-    """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks. With
-    `put` = "not", nothing is stored and only the description of the new version is returned. With "early", the files
-    may be used at once but must be synced to disk before a manifest names them. `on_progress` is called while rank 0
-    writes the files. Collective: every rank must call this.
-
-    If adapters are trained, the new version combines its parent's weights with a new adapter.
-    """
-    with store.scratch() as scratch:
-        files = trainer.save_weights(scratch, on_progress=on_progress)
-        encoded = b""
-        if ranks.rank == 0:
-            prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
-            if not trainer.trains_adapters:
-                _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
-            if put == "not":
-                bundle = describe_bundle(scratch, written_files=files).ref(prefix)
-            else:
-                bundle = publish_bundle(store, scratch, prefix=prefix, written_files=files, durable=put == "durable")
-            part = {"adapter" if trainer.trains_adapters else "weights": bundle}
-            encoded = _VERSION.dump_json(replace(parent, version=version, state=None, **part))
-        return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
-
-
-def _copy_beside_weights(parent: Path, directory: Path) -> None:
-    """Copy the tokenizer and other files of the version in `parent`, except weights and files that already exist in
-    `directory`."""
-    if is_pipeline(parent):
-        link_frozen_parts(parent, directory)
-        return
-    for source in sorted(path for path in parent.iterdir() if path.is_file()):
-        target = directory / source.name
-        if source.name != "bundle.json" and not source.name.endswith(_WEIGHTS) and not target.exists():
-            shutil.copyfile(source, target)
-    copy_named_templates(parent, directory)
-
 
 logger = logging.getLogger(__name__)
 
@@ -299,17 +247,22 @@ class LoadedModels:
     def _load_reference(self, version: ModelVersion) -> TokenModule:
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
-            directory = fetch_bundle(self._store, version.weights)
+            directory, dtype = fetch_bundle(self._store, version.weights), DTYPES[self._update.reference_precision]
             if self._denoising is not None:
                 steps = StepLogprobs(load_denoiser(directory), self._build_setup(directory), self.images)
+                cast_parameters(steps, dtype)
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
-            model = load_policy(directory).requires_grad_(False).eval()
+            storage = ParameterStorage(dtype, self.ranks.device)
+            model = load_policy(directory, storage=storage).requires_grad_(False).eval()
             vision = load_vision(directory, source=self.images, is_frozen=True)
-            policy = TokenLogprobs(
-                model, temperature=self._temperature, vision=vision, attention=self._update.wide_attention
-            ).to(self.ranks.device)
-            policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
+            with float32_trials():
+                policy = TokenLogprobs(
+                    model, temperature=self._temperature, vision=vision, attention=self._update.reference_attention
+                )
+                cast_parameters(policy, dtype)
+                policy = policy.to(self.ranks.device)
+                policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._reference = (version.digest, policy)
         return self._reference[1]
 
@@ -340,18 +293,20 @@ class LoadedModels:
         if self._denoising is not None:
             denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
             return StepLogprobs(denoiser, self._build_setup(fetch_bundle(self._store, version.weights)), self.images)
-        model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
+        load = partial(load_policy, storage=trained_storage(self._update, ranks=self.ranks))
+        model = load_trainable(self._store, version, load=load, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
         stays = self._update.zero_stage < 3 and not trains_vision(model)
         vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, is_frozen=stays)
-        return TokenLogprobs(
-            model,
-            temperature=self._temperature,
-            vision=vision,
-            attention=self._update.attention,
-            replays_experts=self._update.router_replay is not None,
-        )
+        with float32_trials():
+            return TokenLogprobs(
+                model,
+                temperature=self._temperature,
+                vision=vision,
+                attention=self._update.attention,
+                replays_experts=self._update.router_replay is not None,
+            )
 
     def _build_setup(self, directory: Path) -> GenerationSetup:
         assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
@@ -359,8 +314,10 @@ class LoadedModels:
         return self._setup
 
     def _build_valuer(self, version: ModelVersion) -> TokenValues:
-        model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)
-        return TokenValues(model, attention=self._update.attention)
+        load = partial(load_critic, storage=trained_storage(self._update, ranks=self.ranks))
+        model = load_trainable(self._store, version, load=load, lora=self._update.lora)
+        with float32_trials():
+            return TokenValues(model, attention=self._update.attention)
 
 
 def load_teacher(

@@ -35,6 +35,7 @@ from models.modeling.batching import Sequences
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy, load_vision
+from models.modeling.trials import float32_trials
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
 from models.records.media import Gallery, InMemoryImages
 from models.records.versions import ModelVersion, Outcome
@@ -56,6 +57,7 @@ from models.training.offline import (
     train_on_preferences,
 )
 from models.training.ranks import Ranks
+from models.training.sharding import trained_storage
 from models.training.supervised import SupervisedData, encode_chats, encode_examples, fine_tune, fine_tune_on_inputs
 from models.training.trainer import Trainer
 from models.training.versions import Build, ResidentTrainer
@@ -300,7 +302,9 @@ class OfflineTrainer:
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         directory = fetch_bundle(self._store, version.weights)
         vision = load_vision(directory, source=self._images)
-        return TokenLogprobs(load_policy(directory), temperature=1.0, vision=vision, attention=self._update.attention)
+        model = load_policy(directory, storage=trained_storage(self._update, ranks=self._ranks))
+        with float32_trials():
+            return TokenLogprobs(model, temperature=1.0, vision=vision, attention=self._update.attention)
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)

@@ -1,7 +1,7 @@
 """Estimate of the time and memory that an iteration needs on accelerators that this machine does not have. The time is
 a lower bound (roofline estimate)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,6 +71,8 @@ class MemoryEstimate(Settings):
     """Memory of the accelerator in gigabytes."""
     offloaded: float = 0
     """Gigabytes that are offloaded to the memory of the machine."""
+    is_loading: bool = False
+    """Whether the worker needs the most memory while it loads the model."""
     libraries: float = 0
     """Gigabytes for CUDA, NCCL and DeepSpeed, or 0 if they are not counted."""
 
@@ -79,8 +81,9 @@ class MemoryEstimate(Settings):
         """Sentence that states the needed and the available memory."""
         warning = "" if self.gigabytes < self.of else "; this does not fit"
         offload_note = f", and {self.offloaded:,.3g} GB of machine memory" if self.offloaded else ""
+        moment = "while it loads the model, " if self.is_loading else ""
         libraries = f"with {self.libraries:,.2g} GB for" if self.libraries else "without"
-        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB ({libraries} libraries)"
+        needed = f"{self.gigabytes:,.3g} GB of {self.of:,.0f} GB ({moment}{libraries} libraries)"
         return f"{self.role} worker: {needed}{offload_note}{warning}"
 
 
@@ -190,6 +193,26 @@ def peak_memory_by_part(facts: Mapping[str, float], role: str) -> dict[str, floa
     }
 
 
+def loading_excess(parts: Mapping[str, float], facts: Mapping[str, float]) -> float:
+    """Return the bytes by which the peak of an update rank while it loads the policy exceeds its later peak, which is
+    the sum of `parts`. Return 0 if the later peak is higher. On GPUs, CUDA needs memory at both times."""
+    return max(0.0, facts.get("loading_peak_bytes", 0.0) + parts.get("cuda", 0.0) - sum(parts.values()))
+
+
+def list_loading_notes(config: RunConfig, facts: Mapping[str, float]) -> Iterator[str]:
+    """Yield a note for each model that ZeRO-3 does not shard while it is loaded."""
+    if "loads_whole" in facts:
+        yield (
+            "update.zero_stage is 3, but each update rank loads the whole policy before it is sharded, because the "
+            "policy is a text-to-image model or is stored in a quantized format. The estimate of memory includes this."
+        )
+    if config.update.zero_stage == 3 and config.scoring.trained_reward_models:
+        yield (
+            "update.zero_stage is 3, but reward models that are trained from preferences are built as a whole in "
+            "float32 on each update rank before they are sharded."
+        )
+
+
 def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     return MemoryEstimate(
         role=role, gigabytes=sum(peak_memory_by_part(facts, role).values()) / 1e9, of=kind.memory / 1e9
@@ -206,11 +229,12 @@ def _estimate_update_memory(config: RunConfig, facts: Mapping[str, float], kind:
     }
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
     offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)
-    total_bytes = sum(parts.values())
+    loading_bytes = loading_excess(parts, facts)
     return MemoryEstimate(
         role="update",
-        gigabytes=total_bytes / 1e9,
+        gigabytes=(sum(parts.values()) + loading_bytes) / 1e9,
         of=kind.memory / 1e9,
         offloaded=offloaded_bytes / 1e9,
         libraries=sum(libraries.values()) / 1e9,
+        is_loading=loading_bytes > 0,
     )

@@ -119,7 +119,7 @@ def run_worker(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"
     try:
         yield process
     finally:
-        family = process_tree(process.pid)
+        family = process_tree(process.pid) if process.poll() is None else []  # a test may have killed the worker
         process.send_signal(signal.SIGTERM)
         for member in family:
             if member.is_running():

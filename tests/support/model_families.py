@@ -25,19 +25,20 @@ SIZES = {
 """Values of a tiny configuration, for the keys that a family has."""
 
 
-def build_config(family: str) -> PretrainedConfig:
-    """Return the tiny configuration of a family, for the tokenizer of small policies."""
+def build_config(family: str, **settings: object) -> PretrainedConfig:
+    """Return the tiny configuration of a family, for the tokenizer of small policies. `settings` replace its values."""
     kind, tokenizer = CONFIG_MAPPING[family], small_tokenizer()
     keys, aliases = kind().to_dict(), kind.attribute_map
     sizes = {key: size for key, size in SIZES.items() if key in keys or key in aliases}
     sizes = {key: size for key, size in sizes.items() if aliases.get(key) not in sizes}
     own = {key: value for key, value in FAMILIES[family].items() if key not in ("refused", "context")}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return kind(**sizes | ends | own)
+    return kind(**sizes | ends | own | settings)
 
 
-def write_family(family: str, directory: Path) -> None:
-    """Write a random policy of a family, with a tokenizer for any text."""
+def write_family(family: str, directory: Path, **settings: object) -> None:
+    """Write a random policy of a family, with a tokenizer for any text. `settings` replace values of its
+    configuration."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(build_config(family)).float().save_pretrained(directory)
+    AutoModelForCausalLM.from_config(build_config(family, **settings)).float().save_pretrained(directory)
     small_tokenizer().save_pretrained(directory)

@@ -21,8 +21,9 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.denoising import DenoisingConfig
+from models.config.divergence import KlPenalty
 from models.config.lora import LoraConfig
-from models.config.objectives import KlPenalty, UpdateConfig
+from models.config.objectives import UpdateConfig
 from models.modeling import head
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion, Outcome

@@ -23,6 +23,7 @@ BOUNDED = {
     "infra/store/bucket.py: part.result": "a question to the server, which has a limit",
     "infra/store/epochs.py: answer.result": "a question to the store, in another thread, and so ends as any question",
     "infra/store/bundles.py: proof.result": "a thread that reads files of the store, and so ends or fails as any read",
+    "infra/store/file_writer.py: step.result": "a thread that writes or hashes a piece, and ends as any write",
     "infra/store/lease.py: renewing.join": "is told to end, and every question to the server has a limit",
     "models/training/states.py: copying.result": "a copy from a device's memory to the host's, which is then hashed",
     "models/training/states.py: writing.result": "a thread that writes to the store, and so ends or fails as any write",

@@ -25,7 +25,7 @@ from tests.support.engines import (
 )
 from tests.vllm.servers import CONFIG, guest_of, in_the_middle, server_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.gpu]  # on a GPU, `make test-gpu` runs them too
 
 LONG = [request(row, 10, group=8) for row in range(8)]
 LONG_SAMPLING = SamplingConfig(max_new_tokens=200)

@@ -1,4 +1,4 @@
-"""A whole run from names of the Hugging Face Hub, whose branches move while it is interrupted."""
+"""Runs and rescorings from names of the Hugging Face Hub, whose branches move while they are interrupted."""
 
 import json
 
@@ -6,9 +6,10 @@ import pytest
 
 from infra.store.dependencies import recorded_commits
 from infra.store.runs import open_run
-from tests.support.in_process import InProcessJob, run_command
+from tests.support.in_process import InProcessJob, copy_job, run_command
 from tests.support.jobs import TINY
 from tests.support.policies import write_policy
+from tests.support.refused_folders import copy_model
 
 
 def rows(count, *, word="count"):
@@ -52,3 +53,23 @@ def test_a_run_from_names_of_the_hub_continues_at_its_commits_offline(hub, tmp_p
     (tmp_path / "tiny.toml").write_text(TINY)
     plan = run_command("train", str(tmp_path / "tiny.toml"), *names, f"store={job.store}", "iterations=3", "--dry-run")
     assert plan.code == 0 and f"commit {model[:12]}" in plan.output and "dataset team/sums (train)" in plan.output
+
+
+@pytest.mark.system
+def test_a_rescoring_continues_at_the_commit_of_its_judge_offline_and_show_prints_the_commit(
+    hub, reference, tmp_path, monkeypatch
+):
+    copy_model("chat", tmp_path / "judge")
+    commit, job = hub.add("team/judge", tmp_path / "judge"), copy_job(reference, tmp_path / "job")
+    judge = 'rewards=[{kind="judge",model={kind="directory",path="team/judge"}}]'
+    words = ("rescore", "--rewards", judge, "--as", "judged", "pools.cluster=threads")
+    assert (first := job.command(*words, "--iterations", "1")).code == 0, first.output
+    hub.add("team/judge", {"config.json": b"{}"})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    assert (second := job.command(*words, "--iterations", "2")).code == 0, second.output
+    assert not hub.requests
+    assert (
+        f"rescored as judged: iterations 1-2 (model team/judge at commit {commit[:12]})" in job.command("show").output
+    )
+    assert job.command("verify").code == 0

@@ -7,13 +7,15 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store import bundles
+from infra.store.bundles import describe_stored_files, fetch_bundle, publish_bundle, verify_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.config.denoising import DenoisingConfig
+from models.config.divergence import KlPenalty
 from models.config.engines import DiffusersEngine
 from models.config.lora import LoraConfig
-from models.config.objectives import KlPenalty, NoCorrection, PpoClip, UpdateConfig
+from models.config.objectives import NoCorrection, PpoClip, UpdateConfig
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.frozen_parts import FrozenParts
 from models.denoising.pipeline import load_denoiser
@@ -154,3 +156,18 @@ def test_recomputing_layers_changes_no_bit_of_an_update(drawn, stage, dtype, lor
     config = change(CONFIG, zero_stage=stage, dtype=dtype, lora=lora)
     kept, again = (update(uri, work, change(config, activation_checkpointing=on)) for on in (False, True))
     assert (again.model, again.metrics) == (kept.model, kept.metrics)
+
+
+def test_publishing_reads_no_frozen_component_again(drawn, monkeypatch):
+    uri, work, _ = drawn
+    read, digest_file = [], bundles.digest_file
+    monkeypatch.setattr(bundles, "digest_file", lambda path: read.append(path) or digest_file(path))
+    model = update(uri, work).model
+    monkeypatch.undo()
+    store = open_store(f"{uri}/run")
+    verify_bundle(store, model.weights)
+    before, after = (describe_stored_files(store, weights) for weights in (work.policy.weights, model.weights))
+    stored = Path(uri, "run", "policies")  # read when it is loaded
+    assert not [path for path in read if not path.is_relative_to(stored)]
+    frozen = {name for name in before if name.endswith(".safetensors") and not name.startswith("transformer/")}
+    assert len(frozen) >= 2 and all(before[name] == after[name] for name in frozen)

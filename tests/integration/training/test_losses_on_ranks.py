@@ -5,9 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from models.config.divergence import KlPenalty
 from models.config.objectives import (
     ConstantMean,
-    KlPenalty,
     MaskedImportance,
     NoCorrection,
     SequenceMean,

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
-from models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, NoKl, PpoClip, SequenceMean, TokenMean
+from models.config.divergence import NoKl
+from models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, PpoClip, SequenceMean, TokenMean
 from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
 from models.text.tokenizer import load_tokenizer

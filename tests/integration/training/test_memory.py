@@ -14,8 +14,9 @@ from infra.processes.heap import heap_variables
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from models.config.divergence import KlPenalty
 from models.config.lora import LoraConfig
-from models.config.objectives import KlPenalty, UpdateConfig
+from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.inspection.plain import DecoderSizes
 from models.records.schemas import SAMPLE_SCHEMA

@@ -13,7 +13,8 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import open_store
 from models.config.data import FileData
-from models.config.objectives import NoKl, SequenceMean
+from models.config.divergence import NoKl
+from models.config.objectives import SequenceMean
 from models.config.optimizers import Adam8bit, Muon
 from models.config.training import WarmupConfig
 from models.data.problems import load_problems
@@ -62,6 +63,22 @@ def test_an_update_gives_the_same_bits_repeated_and_in_a_new_worker(uri, policy,
     assert hot.update(again).model == outcome.model
     cold = start_worker(uri, config).update(again)
     assert (cold.model, cold.metrics) == (outcome.model, outcome.metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures_rounding"),
+    [
+        ({"dtype": "bfloat16"}, False),
+        ({"dtype": "bfloat16", "zero_stage": 3}, False),
+        ({"dtype": "bfloat16", "reference_dtype": "float32"}, True),
+        ({}, False),
+    ],
+)
+def test_the_divergence_of_an_unchanged_policy_from_a_reference_in_the_same_precision_is_0(
+    uri, policy, settings, measures_rounding
+):
+    outcome = update_once(uri, policy, change(UNCLIPPED, **settings))
+    assert (outcome.metrics["kl"] != 0) == measures_rounding
 
 
 @pytest.mark.parametrize(

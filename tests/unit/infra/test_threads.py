@@ -120,7 +120,7 @@ async def test_a_slot_changes_roles_by_sleep_and_wake_and_every_move_is_reported
 async def test_a_worker_that_cannot_load_its_model_leaves_the_slot_unchanged(fleet, tmp_path):
     await fleet.arrange({"rollout": 1}, take=SERVED)
     (tmp_path / "fail-judge-take").touch()
-    with pytest.raises(WorkerFailed, match="judge cannot take\. No other judge worker is available"):
+    with pytest.raises(WorkerFailed, match=r"judge cannot take\. No other judge worker is available"):
         await fleet.arrange({"judge": 1}, take=SERVED)
     assert fleet.allocation() == {"rollout": (0,), "judge": ()}
 

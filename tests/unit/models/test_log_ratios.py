@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from models.algorithms.shaping import divergence
+from models.config.divergence import KlPenalty
 from models.config.objectives import (
     Cispo,
     Gspo,
-    KlPenalty,
     LossConfig,
     MaskedImportance,
     NoCorrection,

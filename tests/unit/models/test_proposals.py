@@ -11,7 +11,8 @@ import pytest
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
 from models.config.objectives import UpdateConfig
-from models.config.policy import ModelOutline, ModelShape
+from models.config.outline import ModelOutline
+from models.config.policy import ModelShape
 from models.config.proposals import JobProposal, ProposalRequest
 from models.proposals.job import propose_job
 from models.proposals.sizes import Machine, propose_batch_rows, propose_lora

@@ -23,7 +23,7 @@ from models.config.algorithms import (
     RewardKl,
     Rloo,
 )
-from models.config.objectives import AdaptiveKl
+from models.config.divergence import AdaptiveKl
 from models.config.teachers import Distillation, TeacherDirectory
 from tests.support.experiences import NAN, Drawn, completions, experience
 

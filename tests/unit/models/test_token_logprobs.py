@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
 from infra.errors import BadInput
-from models.config.objectives import KlPenalty, TruncatedImportance, UpdateConfig, chunk_elements_of
+from models.config.divergence import KlPenalty
+from models.config.objectives import TruncatedImportance, UpdateConfig, chunk_elements_of
 from models.data.problems import load_problems
 from models.modeling.head import HeadSettings as Head
 from models.modeling.logit_shapes import LogitShape

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.config.divergence import KlPenalty
 from models.config.objectives import (
     Gspo,
-    KlPenalty,
     MaskedImportance,
     NoCorrection,
     PolicyGradient,

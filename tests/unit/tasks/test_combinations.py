@@ -121,7 +121,8 @@ def test_a_flash_kernel_that_is_too_old_is_refused_and_a_new_one_accepted(tmp_pa
     message = refusal(*FLASH)
     assert "2.6" in message and "2.5.9" in message
     monkeypatch.syspath_prepend(tmp_path / "2.8.3")
-    assert accepted(*FLASH).update.wide_attention is None
+    assert accepted(*FLASH).update.reference_attention == "flash_attention_2"
+    assert accepted(*FLASH, "update.reference_dtype=float32").update.reference_attention is None
 
 
 def test_supervised_warm_up_reward_model_and_reinforcement_are_one_configuration():

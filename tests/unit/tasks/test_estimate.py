@@ -1,7 +1,11 @@
 """The estimates of `plan --device`, compared with values computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 
+from models.commands.memory import MicrobatchSizes, loading_bytes, peak_bytes
+from models.config.objectives import UpdateConfig
 from models.inspection.plain import DecoderSizes
 from placement.roofline import ADAM_BYTES, Accelerator
 from tasks.views.estimate import estimate
@@ -68,6 +72,45 @@ def test_worker_memory_is_compared_with_the_device_and_offloaded_state_counts_as
     sizes = {"update_optimizer_bytes": 300.0, "pass_logits": 1.0, "update_writing_bytes": 5000.0}
     _, found = estimate_job("update.zero_stage=2", **sizes)
     assert found.memory[1].gigabytes - found.memory[1].libraries == pytest.approx(1.212e-06, rel=1e-6)
+
+
+def test_an_update_rank_that_needs_the_most_memory_while_it_loads_is_described_so():
+    _, later = estimate_job()
+    _, found = estimate_job(loading_peak_bytes=900.0)  # as much as weights and gradients
+    assert not found.memory[1].is_loading and found.memory == later.memory
+    _, found = estimate_job(loading_peak_bytes=2e9)
+    assert found.memory[1].text == (
+        "update worker: 3.07 GB of 0 GB (while it loads the model, with 1.1 GB for libraries); this does not fit"
+    )
+
+
+LLAMA_70B = DecoderSizes(
+    "llama", 128256, 8192, 28672, layers=80, heads=64, kv_heads=8, head_size=128, context=8192, tied=False
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "gigabytes"),
+    [
+        ({"zero_stage": 3, "dtype": "bfloat16"}, 16, 141.1 / 16 + 1.0507 * (2 + 8)),  # shard, and the embeddings
+        ({"zero_stage": 3, "dtype": "float32"}, 16, 282.2 / 16 + 1.0507 * (4 + 8)),
+        ({"zero_stage": 2, "dtype": "bfloat16"}, 16, 141.1 + 1.0507 * (2 + 8)),
+        ({"zero_stage": 0, "dtype": "float32"}, 16, 282.2),  # a trial reads the weights themselves
+    ],
+)
+def test_the_peak_while_a_70b_model_is_loaded_is_its_shard_and_copies_of_one_weight(changes, ranks, gigabytes):
+    model = LLAMA_70B.outline()
+    found = loading_bytes(UpdateConfig(**changes), model, ranks=ranks)
+    assert found / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+
+
+def test_a_model_that_cannot_be_sharded_while_it_is_loaded_counts_as_a_whole():
+    update, sizes = UpdateConfig(zero_stage=3, dtype="bfloat16"), MicrobatchSizes(1000)
+    outline = replace(LLAMA_70B.outline(), loads_shards=False)
+    facts = peak_bytes(update, outline, sizes, ranks=16, has_reference=True)
+    assert facts["loading_peak_bytes"] > 141e9 and facts["loads_whole"] == 1
+    assert facts["update_reference_bytes"] == 2 * outline.parameters
+    assert "loads_whole" not in peak_bytes(update, LLAMA_70B.outline(), sizes, ranks=16, has_reference=True)
 
 
 def test_matmul_parameters_are_the_same_with_and_without_building_the_model():
