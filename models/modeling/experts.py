@@ -61,7 +61,7 @@ class ExpertRouting:
         """Count for how many recorded tokens each expert was chosen. Returns float64 of shape (routers, experts)."""
         return torch.stack(
             [
-                _count(self.chosen_NK[number].flatten(), logits_NE.shape[1]).double()
+                _count(self.chosen_NK[number].flatten().long(), logits_NE.shape[1]).double()
                 for number, logits_NE in sorted(self.logits_NE.items())
             ]
         )
