@@ -4,6 +4,7 @@ ZeRO-3 only as the shard of this rank.
 Everything else is loaded as in float32: buffers, such as rotary frequencies, keep their precision.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,21 +84,28 @@ def store_parameters_as(storage: ParameterStorage) -> Iterator[None]:
         loading.spawn_materialize,
     )
 
+    thread = threading.get_ident()  # another thread may load a model that is not under training
+
     def convert_narrowly(model: PreTrainedModel, *args: Any, **options: Any) -> Any:  # noqa: ANN401 -- passed on
-        cast_parameters(model, storage.dtype)
+        if threading.get_ident() == thread:
+            cast_parameters(model, storage.dtype)
         return convert(model, *args, **options)
 
     def set_and_shard(model: PreTrainedModel, name: str, *args: Any) -> None:  # noqa: ANN401
         set_parameter(model, name, *args)
+        if threading.get_ident() != thread:
+            return
         if name not in _tied_names(model) and (parameter := _find_parameter(model, name)) is not None:
             _store_parameter(parameter, storage)
 
     def materialize_when_needed(pool: object, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-        return materialize(None, *args, **options)  # threads would read tensors before the earlier ones are sharded
+        # Threads would read tensors before the earlier ones are sharded, and keep memory that is freed later.
+        return materialize(None, *args, **options)
 
     utils.convert_and_load_state_dict_in_model = convert_narrowly
+    loading.spawn_materialize = materialize_when_needed
     if storage.shard is not None:
-        loading.set_param_for_module, loading.spawn_materialize = set_and_shard, materialize_when_needed
+        loading.set_param_for_module = set_and_shard
     try:
         yield
     finally:

@@ -90,16 +90,18 @@ def _load_for_training(
     """Load a model whose parameters are stored as `storage` describes. Return None if this fails, for example because a
     model class reads the sizes of its parameters after they were sharded. Collective if parameters are sharded: all
     ranks return None if one of them fails."""
-    model, reason = None, "its modules do not read their weights as attributes"
+    model, reason = None, "another rank could not load it"
     try:
-        model = _load(architecture, directory, what=what, device="cpu", dtype=torch.float32, storage=storage)
-        model = storage.finish(model)
+        loaded = _load(architecture, directory, what=what, device="cpu", dtype=torch.float32, storage=storage)
+        model = storage.finish(loaded)
     except (BadInput, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         if isinstance(error, BadInput) and error.__cause__ is None:  # the files do not fit config.json
             raise
         reason = str(error)
-    if not storage.on_any_rank(model is None) and model is not None and computes_in_float32(model):
-        return model
+    if not storage.on_any_rank(model is None) and model is not None:
+        if computes_in_float32(model):
+            return model
+        reason = "its modules do not read their weights as attributes"
     logger.warning("%s %s is loaded as a whole in float32, because %s", what, directory, reason)
     return None
 

@@ -65,7 +65,7 @@ def computes_in_float32(model: PreTrainedModel) -> bool:
     with float32_trials(), trial_weights(model):
         try:
             states: Tensor = find_trunk(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        except (RuntimeError, TypeError, IndexError, AttributeError):
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return False
     return states.dtype == torch.float32
 
@@ -102,7 +102,7 @@ class _Reader:
 
 
 class _ReadParameters(dict[str, nn.Parameter | None]):
-    """Parameters of one module, of which a function of each is returned when the module reads it."""
+    """Parameters of one module. If the module reads a parameter, it gets the result of a function of this parameter."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], read: Callable[[nn.Parameter], Tensor]) -> None:
         super().__init__(parameters)

@@ -94,6 +94,7 @@ def plan_deployed(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) 
 
         def start(fault: tuple[str, str] | None) -> tuple[int, str]:
             run = site.server.trigger("train/train", parameters)
+            wait_for(lambda: _has_begun(site, run), seconds=PATIENCE, every=0.5)  # a new worker takes a while
             if fault is not None:
                 victim, moment = fault
                 reached = store / f"tiny/manifests/{moment}.json"
@@ -138,6 +139,10 @@ def _kill(site: Site, victim: str) -> None:
         site.restart_worker()
     else:
         process_of_flow(site.server, site.worker, victim).kill()
+
+
+def _has_begun(site: Site, run: str) -> bool:
+    return site.server.get(f"/flow_runs/{run}")["state_type"] not in {"SCHEDULED", "PENDING"}
 
 
 def _has_ended(site: Site, run: str) -> bool:
