@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from infra.errors import BadInput
 from infra.store.hub_files import HubFile, cached_file, verify_files
 from infra.store.hub_names import HubAddress, is_hub_name, parse_hub_name
+from infra.store.hub_progress import show_download
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoFile
@@ -133,15 +134,17 @@ def _download(address: HubAddress, names: Sequence[str]) -> None:
     from huggingface_hub import snapshot_download
 
     logger.info("fetching files of %s %s from the Hugging Face Hub", address.kind, address.label)
-    snapshot_download(
-        address.name,
-        repo_type=address.kind,
-        revision=address.revision,
-        cache_dir=cache_folder(),
-        allow_patterns=[glob.escape(name) for name in names],
-        endpoint=_endpoint(),
-        library_name="rheostat",
-    )
+    with show_download(f"{address.kind} {address.name}") as bars:
+        snapshot_download(
+            address.name,
+            repo_type=address.kind,
+            revision=address.revision,
+            cache_dir=cache_folder(),
+            allow_patterns=[glob.escape(name) for name in names],
+            endpoint=_endpoint(),
+            library_name="rheostat",
+            tqdm_class=bars,
+        )
 
 
 def list_files(address: HubAddress) -> dict[str, HubFile]:

@@ -19,10 +19,10 @@ from tasks.promotion.gate import GateResult
 from tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
 from tasks.promotion.registry import prune, record_number, timestamp
 from tasks.promotion.suites import promotion_rules
-from tasks.run.dependencies import rheostat_version
 from tasks.run.keys import PROMPTS
 from tasks.run.reverts import policy_after
 from tasks.run.stages import stage
+from tasks.run.target_sources import rheostat_version
 from tasks.views.card import CARD, model_card
 from tasks.views.policy_export import export_policy
 from tasks.views.summary import RunSummary, summary_lines

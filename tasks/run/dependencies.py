@@ -7,17 +7,11 @@ except libraries. A module is a library if it is installed and not of the target
 imported by a computed name, and files that user code reads, are not found.
 """
 
-import ast
 import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
-from importlib.machinery import ModuleSpec
-from importlib.util import resolve_name
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, cast
@@ -27,7 +21,7 @@ from blake3 import blake3
 from infra.config import describe_difference
 from infra.counts import format_count
 from infra.errors import BadInput
-from infra.plugins import PACKAGES, find_target, target_folders
+from infra.plugins import find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
@@ -49,6 +43,7 @@ from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.hub_inputs import base_commits, hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
+from tasks.run.target_sources import library_version, rheostat_version, sources_of
 
 LIBRARIES: Final = (
     "deepspeed",
@@ -206,11 +201,12 @@ def _files_of(value: object) -> Iterator[Path]:
     for path in paths_in(value):
         if is_on_hub(path):  # the commit identifies the content
             continue
-        if is_remote(path) or path.is_file():
+        here = fetch_path(path) if is_remote(path) else path
+        if here.is_file():
             yield path
         # a directory of sentence-transformers has modules.json
-        elif (path / "modules.json").is_file() or _is_clip(path):
-            yield from (inner for inner in path.rglob("*") if inner.is_file())
+        elif (here / "modules.json").is_file() or _is_clip(here):
+            yield from (path / inner.relative_to(here) for inner in here.rglob("*") if inner.is_file())
 
 
 def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
@@ -284,117 +280,3 @@ def _combine_digests(paths: Sequence[Path], digests: Sequence[str]) -> str:
     for path, digest in zip(paths, digests, strict=True):
         whole.update(f"{path.name}\n{digest}\n".encode())
     return whole.hexdigest()
-
-
-REPOSITORY: Final = Path(__file__).parents[2]
-LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Source files and imported libraries of code that the configuration names, such as a reward function."""
-
-    modules: dict[str, str]
-    """Digest of each source file, by module name."""
-    libraries: frozenset[str]
-    """Top-level names of the libraries that the code imports."""
-
-
-def sources_of(target: str, folders: Sequence[str]) -> Sources:
-    """Find the source files that the target `pkg.mod:name` needs. Modules are searched in `folders` in this order.
-
-    A target that is part of Rheostat or cannot be found has no modules. Rheostat's version covers its own code.
-    """
-    module = target.partition(":")[0]
-    own = _top_level(module)
-    modules, libraries, waiting = dict[str, str](), set[str](), [module]
-    while waiting:
-        for name, path in _module_files(waiting.pop(), folders):
-            if name in modules:
-                continue
-            if _is_ours(path):
-                break
-            if _top_level(name) != own and LIBRARY_FOLDERS & {*path.parts}:
-                libraries.add(_top_level(name))
-                break
-            source = path.read_bytes()
-            modules[name] = blake3(source).hexdigest()
-            package = name if path.stem == "__init__" else name.rpartition(".")[0]
-            waiting += (each for each in _find_imports(source, package) if _top_level(each) not in libraries)
-    return Sources(modules, frozenset(libraries))
-
-
-@cache
-def rheostat_version() -> str:
-    """Return Rheostat's version, a plus sign, and a digest of its source files. The digest distinguishes versions
-    between releases."""
-    whole = blake3()
-    for path in (path for room in PACKAGES for path in sorted((REPOSITORY / room).rglob("*.py"))):
-        whole.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
-    return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
-
-
-def library_version(name: str) -> str:
-    """Return the version of the distribution with this name, or of the distributions that provide a top-level module
-    with this name. Return `none` if there is neither."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ", ".join(sorted(metadata.version(each) for each in {*_distributions().get(name, ())})) or "none"
-
-
-@cache
-def _distributions() -> dict[str, list[str]]:
-    return {**metadata.packages_distributions()}  # reads the file lists of all installed distributions
-
-
-def _top_level(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def _is_ours(path: Path) -> bool:
-    return path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PACKAGES
-
-
-def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the source file of a module and of each package that contains the module, if found in
-    `folders`."""
-    if _top_level(module) in sys.stdlib_module_names:
-        return
-    paths = [*folders]
-    parts = module.split(".")
-    for depth, tail in enumerate(parts, start=1):
-        name = ".".join(parts[:depth])
-        spec = _find_spec(name, paths)
-        if spec is None:
-            return
-        if spec.origin is not None and Path(spec.origin).is_file():
-            yield name, Path(spec.origin)
-            if spec.submodule_search_locations is None:
-                return
-            paths = [*spec.submodule_search_locations]
-        else:  # namespace package: the finder would resolve its parent from loaded modules
-            paths = [str(Path(path, tail)) for path in paths if Path(path, tail).is_dir()]
-
-
-def _find_spec(name: str, paths: Sequence[str]) -> ModuleSpec | None:
-    return next(filter(None, (finder.find_spec(name, paths) for finder in sys.meta_path)), None)
-
-
-def _find_imports(source: bytes, package: str) -> Iterator[str]:
-    """Yield the modules that a source file imports. For `from a import b`, only `a.b` is yielded, and the search for
-    its files covers `a`."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # compiled code; a syntax error is reported by the code that imports the file
-        return
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(names=names):
-                yield from (alias.name for alias in names)
-            case ast.ImportFrom(module=module, names=names, level=level):
-                try:
-                    base = resolve_name("." * level + (module or ""), package)
-                except ImportError:  # relative import beyond the top-level package
-                    continue
-                yield from (f"{base}.{alias.name}" for alias in names)

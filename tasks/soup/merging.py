@@ -18,8 +18,8 @@ from models.config.policy import find_weights_conflict
 from models.config.promotion import CardConfig
 from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
 from tasks.promotion.registry import describe_user, timestamp
-from tasks.run.dependencies import rheostat_version
 from tasks.run.hub_inputs import pin_base
+from tasks.run.target_sources import rheostat_version
 from tasks.views.card import CARD, merge_card
 from tasks.views.policy_export import new_directory, policy_after, write_in_process
 from tasks.views.runs import open_known_run

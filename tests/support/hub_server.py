@@ -104,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             request = json.loads(body)
             name = f"{request['organization']}/{request['name']}" if request.get("organization") else request["name"]
             is_private = request.get("private") is True or request.get("visibility") == "private"
-            self.hub.repositories.setdefault(("models", name), Repository([{}], is_private=is_private))
+            kind = f"{request.get('type') or 'model'}s"
+            self.hub.repositories.setdefault((kind, name), Repository([{}], is_private=is_private))
             self._json({"url": f"{self.hub.url}/{name}", "name": name})
         elif path == "/api/validate-yaml":
             self._json({"errors": [], "warnings": []})

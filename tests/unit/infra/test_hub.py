@@ -1,5 +1,9 @@
 """Names of the Hugging Face Hub, resolved and fetched from a local server that speaks its API."""
 
+import io
+import sys
+from contextlib import suppress
+
 import pytest
 
 from infra.errors import BadInput
@@ -69,6 +73,21 @@ def test_a_model_is_fetched_without_code_pickles_and_copies_of_its_weights(hub):
     commit = hub.add("team/tiny", MODEL)
     folder = fetch_snapshot(TINY)
     assert folder.name == commit and names_below(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(("is_terminal", "faults"), [(True, []), (True, ["wrong"] * 9), (False, [])])
+def test_a_download_has_one_progress_bar_on_a_terminal_that_is_removed_at_its_end(
+    hub, monkeypatch, is_terminal, faults
+):
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    monkeypatch.setattr(shown, "isatty", lambda: is_terminal, raising=False)
+    hub.add("team/tiny", MODEL)
+    hub.faults += faults
+    with suppress(BadInput):
+        fetch_snapshot(TINY)
+    lines = [line for line in shown.getvalue().split("\r") if line.strip()]
+    assert bool(lines) is is_terminal and all(line.startswith("model team/tiny: ") for line in lines), lines
+    assert "\n" not in shown.getvalue() and shown.getvalue().rpartition("\r")[2].strip() == ""
 
 
 def test_a_fetched_model_is_read_again_without_a_request(hub, monkeypatch):

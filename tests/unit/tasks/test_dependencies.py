@@ -22,11 +22,12 @@ from models.config.environments import EnvironmentConfig
 from models.config.rollout import RolloutConfig
 from models.data.image_files import image_files
 from models.data.rows import read_rows
-from tasks.config.run import RunConfig, load_config
+from tasks.config.run import RunConfig, load_config, parse_config
 from tasks.run import dependencies
 from tasks.run.dependencies import dependencies_of, find_matching_run
 from tests.support.configurations import accepted
 from tests.support.data_files import write_lines
+from tests.support.memory_bucket import memory_bucket
 from tests.support.pictures import picture
 
 DOCUMENT = """
@@ -220,6 +221,38 @@ def test_dependencies_include_the_files_of_a_folder_and_the_images_in_it():
         [change] = found.changes(dependencies_of(config))
         assert "data file rows/* has changed" in change
         Path("rows", changed).write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("document", "file", "content", "is_stored"),
+    [
+        ({"scoring": {"rewards": [{"kind": "similarity", "retriever": "PLACE"}]}}, "modules.json", "[]", True),
+        ({"scoring": {"rewards": [{"kind": "clip", "path": "PLACE"}]}}, "config.json", '{"model_type": "clip"}', True),
+        ({"algorithm": {"kind": "ppo", "critic": {"path": "PLACE"}}}, "config.json", '{"model_type": "qwen2"}', False),
+    ],
+    ids=["retriever", "CLIP model", "critic, which the run copies"],
+)
+def test_a_model_in_a_bucket_is_recorded_like_the_same_model_on_this_machine(
+    document, file, content, is_stored, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path / "cache"))
+    files = {file: content.encode(), "deep/weights": b"weights"}
+    with memory_bucket() as objects:
+        for name, data in files.items():
+            (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "model" / name).write_bytes(data)
+            objects.pipe(f"/models/tiny/{name}", data)
+
+        def find(place: str) -> dict[str, str]:
+            settings = json.loads(json.dumps({"name": "job", **document}).replace("PLACE", place))
+            found = dependencies_of(parse_config(settings, source="job")).data
+            return {name.removeprefix(f"{place}/"): each.digest for name, each in found.items()}
+
+        local = find(str(tmp_path / "model"))
+        assert find("gs://models/tiny") == local
+        assert {*local} == ({*files} if is_stored else set())
+        objects.pipe("/models/tiny/deep/weights", b"other")
+        assert (find("gs://models/tiny") == local) is not is_stored
 
 
 def test_another_order_of_the_files_of_a_saved_folder_is_a_change():

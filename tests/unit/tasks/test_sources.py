@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tasks.run.dependencies import library_version, rheostat_version, sources_of
+from tasks.run.target_sources import library_version, rheostat_version, sources_of
 
 
 @pytest.fixture
