@@ -57,7 +57,7 @@ test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: mot
 	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
 
 nightly: $(VENV)/.dev $(VENV)/.docs sandbox  ## all tests that need no GPU, with a table of parts at the end; after an interrupt it continues (ARGS=--fresh starts over)
-	@MAKEFLAGS=--no-print-directory RHEOSTAT_REQUIRE_SANDBOX=1 python3 .ci/parts.py nightly $(ARGS)
+	@MAKEFLAGS=--no-print-directory RHEOSTAT_REQUIRE_SANDBOX=1 RHEOSTAT_REQUIRE_CUDA_BUILD=1 python3 .ci/parts.py nightly $(ARGS)
 
 MUTANTS := build/mutants
 mutants: $(VENV)/.dev  ## how many of 300 random changes of the code the default suite notices; it resumes after an interrupt

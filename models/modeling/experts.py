@@ -61,7 +61,7 @@ class ExpertRouting:
         """Count for how many recorded tokens each expert was chosen. Returns float64 of shape (routers, experts)."""
         return torch.stack(
             [
-                torch.bincount(self.chosen_NK[number].flatten(), minlength=logits_NE.shape[1]).double()
+                _count(self.chosen_NK[number].flatten().long(), logits_NE.shape[1]).double()
                 for number, logits_NE in sorted(self.logits_NE.items())
             ]
         )
@@ -88,6 +88,11 @@ class ExpertRouting:
             logits_LE, _, chosen_LK = output
             self.logits_NE[number] = logits_LE.index_select(0, self.positions_N)
             self.chosen_NK[number] = chosen_LK.index_select(0, self.positions_N)
+
+
+def _count(chosen_C: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert occurs in `chosen_C`. The function `torch.bincount` would wait for the GPU."""
+    return chosen_C.new_zeros(num_experts).scatter_add(0, chosen_C, torch.ones_like(chosen_C))
 
 
 def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from uv import find_uv_bin
 
 from flows.cli.app import main
 from infra.environments import find
@@ -24,6 +25,7 @@ from infra.environments.find import (
     find_python,
     pins_path,
     read_stamp,
+    supported_pythons,
 )
 from infra.environments.gpus import platform_here
 from infra.environments.install import install
@@ -192,3 +194,36 @@ def test_every_package_of_vllms_environments_is_pinned(platform, package):
     assert len({line.partition("==")[0].lower().replace("_", "-") for line in lines}) == len(lines)
     cuda = [line for line in lines if line.startswith("nvidia-")]
     assert bool(cuda) == (platform == "cuda"), "nothing made for CUDA comes with the CPU build"
+
+
+def run_uv(*words: str | Path) -> str:
+    done = subprocess.run([find_uv_bin(), *words], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", supported_pythons("vllm", "cuda"))
+def test_every_pinned_package_of_vllm_for_cuda_has_a_wheel_for_every_supported_python(tmp_path, version):
+    options = ("--dry-run", "--no-deps", "--only-binary=:all:", "--python-version", version, "--target", tmp_path)
+    output = run_uv("pip", "install", *options, "--requirements", pins_path("vllm", "cuda"))
+    assert sorted(re.findall(r"^ \+ (\S+)==", output, re.MULTILINE)) == sorted(pinned_versions())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", supported_pythons("vllm", "cuda"))
+def test_the_packages_of_vllm_for_cuda_need_no_package_or_version_that_is_not_pinned(version):
+    options = ("--quiet", "--no-header", "--no-annotate", "--python-version", version)
+    output = run_uv("pip", "compile", *options, pins_path("vllm", "cuda"))
+    assert dict(line.split("==") for line in output.splitlines()) == pinned_versions()
+
+
+def pinned_versions() -> dict[str, str]:
+    """Return the version of every package of vLLM's environment for CUDA."""
+    return dict(re.findall(r"^([\w.-]+)==([\w.+]+)", pins_path("vllm", "cuda").read_text(), re.MULTILINE))
+
+
+def test_packages_that_contain_the_bindings_of_cuda_have_one_version():
+    """Old releases of cuda-python overwrite modules of cuda-bindings, which can then not be imported together."""
+    pinned = pinned_versions()
+    assert pinned["cuda-python"] == pinned["cuda-bindings"]
