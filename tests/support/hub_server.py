@@ -142,7 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         repository, token = self.hub.repositories.get((kind, name)), self.headers["Authorization"]
         commit = None if repository is None else repository.commit(revision or "main")
-        if repository is None:  # the Hub does not tell strangers which repositories exist
+        if token == "Bearer hf_expired":
+            self._error(401, "Invalid credentials in Authorization header")
+        elif repository is None:  # the Hub does not tell strangers which repositories exist
             self._error(404 if token else 401, "RepoNotFound")
         elif repository.is_gated and token != "Bearer hf_good" and file:
             self._error(403 if token else 401, "GatedRepo")

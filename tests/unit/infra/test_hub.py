@@ -164,6 +164,7 @@ def test_only_files_that_exist_are_requested_so_the_library_prints_no_warning(hu
         (HubAddress("model", "team/tiny", "v9"), "", False, ["team/tiny@v9", "no revision 'v9'"]),
         (HubAddress("model", "team/gated"), "", False, ["team/gated@", "is gated", "HF_TOKEN", "hf auth login"]),
         (HubAddress("model", "team/gated"), "hf_bad", False, ["is gated", "Accept its conditions", "/team/gated"]),
+        (TINY, "hf_expired", False, ["model team/tiny", "refused the access token", "HF_TOKEN"]),
         (TINY, "", True, ["team/tiny is not in the Hugging Face cache", "HF_HUB_OFFLINE"]),
         (HubAddress("model", "team/pickled"), "", False, ["only pytorch_model.bin", "may execute code"]),
         (HubAddress("model", "team/empty"), "", False, ["team/empty", "no weights"]),
