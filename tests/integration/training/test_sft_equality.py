@@ -16,9 +16,9 @@ from models.modeling.logprobs import TokenLogprobs
 from models.text.sequences import example_inputs
 from models.text.training_rows import encode_rows
 from models.text.whole_chats import ChatEncoder
-from models.training.supervised import imitation_loss
 from tests.support.chat_templates import FIND, tokenizer_of
 from tests.support.data_files import write_lines
+from tests.support.sft import assert_same_training, train_module, train_with_trl
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns
 
@@ -88,52 +88,9 @@ def build_model(attention="sdpa"):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def train_with_trl(tokenizer, rows, out, **settings):
-    """Return TRL's tokens and trained positions of each sequence, its loss of one batch, and the gradients."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    arguments = {"per_device_train_batch_size": len(rows), "max_length": 4096, "shuffle_dataset": False, **settings}
-    trainer = SFTTrainer(
-        model=build_model(),
-        args=SFTConfig(
-            output_dir=str(out), use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, **arguments
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.eval()
-    examples = [trainer.train_dataset[row] for row in range(len(trainer.train_dataset))]
-    batch = trainer.data_collator(examples)
-    loss = trainer.compute_loss(trainer.model, dict(batch))
-    loss.backward()
-    return examples, float(loss.detach()), collect_gradients(trainer.model)
-
-
-def collect_gradients(model):
-    return {name.removeprefix("model."): each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
 def train_here(inputs, *, is_packed):
     """Return our loss of one batch, and the gradients."""
-    module = TokenLogprobs(build_model(), temperature=1.0)
-    weight = 1 / sum(len(each.trained_positions) for each in inputs)
-
-    def forward(batch, *, loss_gradient):
-        return module(module.prepare_inputs(batch, torch.device("cpu")))
-
-    loss = imitation_loss(forward, inputs, weight=weight, is_packed=is_packed, device=torch.device("cpu"))
-    loss.backward()
-    return float(loss.detach()), collect_gradients(module.model)
-
-
-def assert_same_training(theirs, ours):
-    (their_loss, expected), (loss, gradients) = theirs, ours
-    assert loss == pytest.approx(their_loss, abs=1e-5)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5)
+    return train_module(TokenLogprobs(build_model(), temperature=1.0), inputs, is_packed=is_packed)
 
 
 def read_chat(row, tokenizer):
@@ -163,7 +120,7 @@ def tokenizer():
 
 
 def test_plain_prompts_and_completions_are_trained_as_by_trl(tokenizer, tmp_path):
-    examples, *theirs = train_with_trl(tokenizer, PLAIN, tmp_path)
+    examples, *theirs = train_with_trl(build_model(), tokenizer, PLAIN, tmp_path)
     inputs = example_inputs([Example(row["prompt"], row["completion"]) for row in PLAIN], tokenizer, source="row")
     for each, example in zip(inputs, examples, strict=True):
         assert each.tokens.tolist() == example["input_ids"]
@@ -175,7 +132,7 @@ def test_plain_prompts_and_completions_are_trained_as_by_trl(tokenizer, tmp_path
 @pytest.mark.parametrize("rows", [TURNS, TOOLS], ids=["turns", "tools"])
 def test_turns_of_the_assistant_are_trained_as_by_trl(rows, is_packed, tokenizer, tmp_path):
     tokenizer = use_markers(tokenizer)
-    examples, *theirs = train_with_trl(tokenizer, rows, tmp_path, assistant_only_loss=True)
+    examples, *theirs = train_with_trl(build_model(), tokenizer, rows, tmp_path, assistant_only_loss=True)
     inputs = [each for [each] in ChatEncoder(tokenizer).encode([read_chat(row, tokenizer) for row in rows])]
     for each, example in zip(inputs, examples, strict=True):
         assert each.tokens.tolist() == example["input_ids"][: len(each)]
@@ -185,7 +142,7 @@ def test_turns_of_the_assistant_are_trained_as_by_trl(rows, is_packed, tokenizer
 
 def test_the_last_turn_is_trained_as_the_completion_of_a_prompt_in_trl(tokenizer, tmp_path):
     tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}<|im_end|>\n", "{% endfor %}<|im_end|>")
-    examples, *theirs = train_with_trl(tokenizer, PAIRS, tmp_path)
+    examples, *theirs = train_with_trl(build_model(), tokenizer, PAIRS, tmp_path)
     inputs = [
         each for [each] in ChatEncoder(tokenizer, loss="last").encode([read_chat(row, tokenizer) for row in PAIRS])
     ]
@@ -209,7 +166,7 @@ def encode_file(rows, path, tokenizer, **settings):
     ids=["texts", "pairs", "dialogs"],
 )
 def test_completions_are_trained_as_by_trl_with_completion_only_loss(rows, loss, is_packed, tokenizer, tmp_path):
-    examples, *theirs = train_with_trl(tokenizer, rows, tmp_path, completion_only_loss=True)
+    examples, *theirs = train_with_trl(build_model(), tokenizer, rows, tmp_path, completion_only_loss=True)
     inputs = encode_file(rows, tmp_path / "chats.jsonl", tokenizer, loss=loss)
     for each, example in zip(inputs, examples, strict=True):
         assert each.tokens.tolist() == example["input_ids"]
@@ -220,7 +177,7 @@ def test_completions_are_trained_as_by_trl_with_completion_only_loss(rows, loss,
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_plain_texts_are_trained_as_a_whole_as_by_trl(is_packed, tokenizer, tmp_path):
     rows = [{"text": row["prompt"] + row["completion"]} for row in PLAIN]
-    examples, *theirs = train_with_trl(tokenizer, rows, tmp_path)
+    examples, *theirs = train_with_trl(build_model(), tokenizer, rows, tmp_path)
     inputs = encode_file(rows, tmp_path / "chats.jsonl", tokenizer)
     assert [each.tokens.tolist() for each in inputs] == [example["input_ids"] for example in examples]
     assert_same_training(theirs, train_here(inputs, is_packed=is_packed))
@@ -229,7 +186,7 @@ def test_plain_texts_are_trained_as_a_whole_as_by_trl(is_packed, tokenizer, tmp_
 def test_turns_in_completions_are_trained_as_by_trl_with_assistant_only_loss(tokenizer, tmp_path):
     tokenizer = use_markers(tokenizer)
     settings = {"completion_only_loss": True, "assistant_only_loss": True}
-    examples, *theirs = train_with_trl(tokenizer, DIALOGS, tmp_path, **settings)
+    examples, *theirs = train_with_trl(build_model(), tokenizer, DIALOGS, tmp_path, **settings)
     inputs = encode_file(DIALOGS, tmp_path / "chats.jsonl", tokenizer)
     for each, example in zip(inputs, examples, strict=True):
         assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
@@ -237,7 +194,7 @@ def test_turns_in_completions_are_trained_as_by_trl_with_assistant_only_loss(tok
 
 
 def test_all_tokens_are_trained_as_by_trl(tokenizer, tmp_path):
-    _, *theirs = train_with_trl(tokenizer, TURNS, tmp_path)
+    _, *theirs = train_with_trl(build_model(), tokenizer, TURNS, tmp_path)
     inputs = [
         each for [each] in ChatEncoder(tokenizer, loss="all").encode([read_chat(row, tokenizer) for row in TURNS])
     ]
@@ -246,7 +203,9 @@ def test_all_tokens_are_trained_as_by_trl(tokenizer, tmp_path):
 
 def test_packed_chats_are_trained_as_by_trl(tokenizer, tmp_path):
     tokenizer = use_markers(tokenizer)
-    examples, *theirs = train_with_trl(tokenizer, TURNS, tmp_path, assistant_only_loss=True, packing=True)
+    examples, *theirs = train_with_trl(
+        build_model(), tokenizer, TURNS, tmp_path, assistant_only_loss=True, packing=True
+    )
     assert len(examples) == 1
     inputs = [each for [each] in ChatEncoder(tokenizer).encode([read_chat(row, tokenizer) for row in TURNS])]
     assert_same_training(theirs, train_here(inputs, is_packed=True))
