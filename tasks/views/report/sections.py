@@ -23,7 +23,7 @@ from tasks.lineage.trace import traced_rewards
 from tasks.promotion.evidence import problem_scores
 from tasks.run.batch import Batch, iterations_without_rollouts
 from tasks.run.iteration import Iteration
-from tasks.run.keys import SFT, evaluation_key
+from tasks.run.keys import SFT, StageKey, evaluation_key
 from tasks.tracking.points import chat_scalars
 from tasks.views.diagnosis import summarize_warnings
 from tasks.views.metrics import Accuracy
@@ -206,12 +206,16 @@ DROPPED: Final = ("too_long", "empty", "dropped_too_long", "dropped_empty", "dro
 
 
 def _count_dropped_rows(run: Run) -> list[dict[str, object]]:
-    """Return a row for each result for which rows of data files were left out: its key, the reason and the number."""
-    folders = [folder for folder in run.folders() if not folder.startswith(("it-", "eval-", "retention"))]
+    """Return a row for each result for which rows of data files were left out: its key, the reason and the number.
+    Evaluations, iterations and rescorings are not searched, because they read no data files, and judges count blank
+    completions there under the same names."""
+    apart = ("it-", "eval-", "retention", "rescore", "recredit")
     counts = [
         (manifest.key, name.removeprefix("dropped_"), manifest.metrics.get(name, 0))
-        for folder in folders
+        for folder in run.folders()
+        if not folder.startswith(apart)
         for manifest in run.manifests(f"{folder}/")
+        if not StageKey.parse(manifest.key).is_evaluation
         for name in DROPPED
     ]
     return [{"result": key, "reason": reason, "rows": f"{count:,.0f}"} for key, reason, count in counts if count]

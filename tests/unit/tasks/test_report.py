@@ -11,15 +11,18 @@ import pytest
 
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged
+from infra.store.manifests import Manifest
 from infra.store.runs import create_run
 from infra.store.storage import LocalStore
 from tasks.config.run import load_config, override_config
+from tasks.run.keys import DPO, PROMPTS, SFT, StageKey, evaluation_key, reward_model_role
 from tasks.views import run_list
 from tasks.views.report.comparison import compare_runs, comparison_page
 from tasks.views.report.numbers import numbers_of
 from tasks.views.report.page import toml
 from tasks.views.report.run import report_page
 from tasks.views.report.samples import CHARACTERS, spread
+from tasks.views.report.sections import missing
 from tasks.views.run_list import list_run_lines
 from tasks.views.run_progress import ProgressReader
 from tasks.views.runs import describe_run
@@ -165,6 +168,37 @@ def test_the_configuration_of_a_page_reproduces_the_run(store):
     config = override_config({"name": "x", "scoring": {"rewards": rewards}}, [], source="x")
     again = override_config({"name": "x", **tomllib.loads(toml(config.identity()))}, [], source="page")
     assert again.identity() == config.identity()
+
+
+def test_a_report_shows_the_rows_that_drop_left_out_but_not_the_blank_completions_of_a_judge(tmp_path):
+    run = create_run(str(tmp_path), "x", override_config({"name": "x"}, [], source="x").identity())
+    results = {
+        PROMPTS["train"]: {"prompts": 4, "too_long": 1200, "empty": 2},
+        PROMPTS["heldout"]: {"prompts": 4, "too_long": 0},
+        SFT: {"chats": 4, "too_long": 3},
+        DPO: {"dropped_ties": 5, "dropped_empty": 6, "dropped_too_long": 7, "dropped_mismatched": 8},
+        StageKey.reward_model("taste"): {"dropped_ties": 9},
+        **{
+            StageKey.of(batch, reward_model_role("taste"), 0): {"empty": 10}
+            for batch in ("it-0001", evaluation_key(0), evaluation_key(0, policy=SFT), "rescore/strict/it-0001")
+        },
+    }
+    with run.lock():
+        for key, metrics in results.items():
+            run.commit(Manifest(key=key, metrics=metrics))
+    body = missing(run, describe_run(str(tmp_path), "x")).body
+    [table] = re.findall(r"\(`drop`\):</p>(.*?</table>)", body, re.DOTALL)
+    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in table.split("<tr")]
+    assert [tuple(row) for row in rows if row] == [
+        ("judge-taste/model", "ties", "9"),
+        ("policy/dpo", "too_long", "7"),
+        ("policy/dpo", "empty", "6"),
+        ("policy/dpo", "ties", "5"),
+        ("policy/dpo", "mismatched", "8"),
+        ("policy/sft", "too_long", "3"),
+        ("prompts/train", "too_long", "1,200"),
+        ("prompts/train", "empty", "2"),
+    ]
 
 
 CONFIGS = sorted({*ROOT.glob("configs/*.toml")} - {ROOT / "configs/retriever.toml"})
