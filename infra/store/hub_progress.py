@@ -14,11 +14,16 @@ def show_download(label: str) -> "Iterator[type[tqdm]]":
     by `label`, and removes the bar at the end of the block.
 
     By default, the library displays three bars and leaves them open. Later output would then be printed into them. As
-    in the library, nothing is displayed if stderr is not a terminal, or if HF_HUB_DISABLE_PROGRESS_BARS is set.
+    in the library, nothing is displayed if stderr is not a terminal, or if HF_HUB_DISABLE_PROGRESS_BARS is set. When
+    models are loaded, the library's bars are disabled together with those of transformers. The block enables them.
     """
-    from huggingface_hub.utils.tqdm import tqdm
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
 
     bars = list[tqdm]()
+    is_enabled_here = are_progress_bars_disabled() and not HF_HUB_DISABLE_PROGRESS_BARS
+    if is_enabled_here:
+        enable_progress_bars()
 
     class Bar(tqdm):
         def __init__(self, *args: object, **options: object) -> None:
@@ -36,3 +41,5 @@ def show_download(label: str) -> "Iterator[type[tqdm]]":
     finally:
         for bar in bars:
             bar.close()
+        if is_enabled_here:
+            disable_progress_bars()

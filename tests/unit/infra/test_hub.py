@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 
 import pytest
+from huggingface_hub.utils import disable_progress_bars
 
 from infra.errors import BadInput
 from infra.store.hub import base_address, fetch_snapshot, list_files, resolve_commit, split_files
@@ -79,6 +80,7 @@ def test_a_model_is_fetched_without_code_pickles_and_copies_of_its_weights(hub):
 def test_a_download_has_one_progress_bar_on_a_terminal_that_is_removed_at_its_end(
     hub, monkeypatch, is_terminal, faults
 ):
+    disable_progress_bars()  # as transformers does before it loads a model
     monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
     monkeypatch.setattr(shown, "isatty", lambda: is_terminal, raising=False)
     hub.add("team/tiny", MODEL)
