@@ -99,7 +99,6 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
         check_tracker(tracker)
     _check_rewards(inputs)
     check_algorithm(inputs.algorithm)
-    _check_environments(inputs.rollout, inputs)
     check_implementation(inputs.data, "data", "split", "seed", where="data")
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
@@ -127,6 +126,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
         result = find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
     images.check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts := counts | result.facts)
+    _check_environments(inputs.rollout, inputs)  # last, so that nobody installs vLLM for a model that it cannot serve
     return CheckResult(facts=facts, notes=(*reading.notes, *result.notes))
 
 
