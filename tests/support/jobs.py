@@ -426,7 +426,8 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
             start_new_session=True,
         )
     try:
-        assert wait_for(lambda: _answers(f"{url}/health"), seconds=120, every=0.1)
+        wait_for(lambda: server.poll() is not None or _answers(f"{url}/health"), seconds=600, every=0.1)
+        assert server.poll() is None, (home / "output").read_text()
         if not MADE_DATABASE.exists():
             _copy_database(database, MADE_DATABASE)
         yield url
