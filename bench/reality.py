@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from bench.jobs import run_job_to_end
+from bench.simulator.runs import simulate_run
+from bench.simulator.stage import Stage, View
+from bench.simulator.workload import StageWork, Workload, role_work
 from bench.tables import Table
 from infra.store.manifests import Provenance
 from infra.store.runs import Run
 from placement.measurements import Measurements, Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan
-from placement.simulator.runs import simulate_run
-from placement.simulator.stage import Stage, View
-from placement.simulator.workload import StageWork, Workload, role_work
 from tasks.config.run import RunConfig, load_config
 from tasks.placement.demand import add_observations
 from tasks.run.batch import BatchPlan

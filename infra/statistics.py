@@ -84,14 +84,3 @@ def normal_quantile(share: "ArrayLike") -> "NDArray[np.float64]":
     from scipy.special import ndtri
 
     return np.asarray(ndtri(share))
-
-
-def student_quantile(share: float, freedom: int) -> float:
-    """Return the quantile of Student's t-distribution with `freedom` degrees of freedom for the probability `share`.
-
-    >>> round(student_quantile(0.975, 2), 3)
-    4.303
-    """
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, share))

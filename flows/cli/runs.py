@@ -60,7 +60,7 @@ HubName = Annotated[
 From = Annotated[str, Parameter(name="FROM", help="store to copy from: a directory, or s3://bucket/prefix")]
 To = Annotated[str, Parameter(name="TO", help="store to copy to")]
 Stages = Annotated[
-    bool, Parameter(help="print the measurements of every finished batch, as JSON for `python -m placement.simulator`")
+    bool, Parameter(help="print the measurements of every finished batch, as JSON for the placement simulator")
 ]
 Verified = Annotated[str, Parameter(name="RUN", help="name of the run, registry or soup")]
 Replays = Annotated[

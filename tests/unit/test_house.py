@@ -115,7 +115,6 @@ WRITE_RAW = {
     "models/engines/vllm/server.py": "a program for another process",
     "models/environments/python.py": "a program for the sandbox",
     "models/text/chats.py": "JSON, for the process that started this one",
-    "placement/simulator/__main__.py": "names of the cells of a simulation",
     "tasks/config/reference.py": "the configuration page",
     "tasks/views/plots.py": "an image, for the process that started this one",
 }

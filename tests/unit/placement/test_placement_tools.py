@@ -7,12 +7,12 @@ also waits 6 s for its environments, a scoring unit takes another 0.6 s: 7.4 and
 import numpy as np
 import pytest
 
+from bench.simulator.baselines import colocated_seconds, split_seconds
+from bench.simulator.workload import RoleWork, StageWork
 from placement.forecast.stage import forecast, unit_seconds
 from placement.measurements import Measurements, UnitObservation
 from placement.policies.simple import Proportional
 from placement.records import Pace, Plan, PlanInputs, ResizeCost
-from placement.simulator.baselines import colocated_seconds, split_seconds
-from placement.simulator.workload import RoleWork, StageWork
 
 UNITS, SLOTS, SWITCH = 12, 8, 10.0
 WAITING = {"rollout": 6.0, "scoring": 0.6}

@@ -9,11 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from placement.config import AdaptivePlacement, FixedPlacement
-from placement.policies.build import build_policy
-from placement.records import Decision, Demand, MeasuredRun, MeasuredStage, Memory, Pace, Plan
-from placement.simulator.__main__ import main
-from placement.simulator.baselines import (
+from bench.simulator.__main__ import main
+from bench.simulator.baselines import (
     co_resident_run,
     colocated_run,
     colocated_seconds,
@@ -23,11 +20,11 @@ from placement.simulator.baselines import (
     split_run,
     split_seconds,
 )
-from placement.simulator.cells import REGIMES, evaluate_cell, interval, load_of, paired_ratio, recorded_load
-from placement.simulator.runs import simulate_run
-from placement.simulator.stage import Stage
-from placement.simulator.workers import unit_steps
-from placement.simulator.workload import (
+from bench.simulator.cells import REGIMES, evaluate_cell, interval, load_of, paired_ratio, recorded_load
+from bench.simulator.runs import simulate_run
+from bench.simulator.stage import Stage
+from bench.simulator.workers import unit_steps
+from bench.simulator.workload import (
     KNOWN,
     SCENARIOS,
     Absence,
@@ -39,6 +36,9 @@ from placement.simulator.workload import (
     sample_lengths,
     sample_workload,
 )
+from placement.config import AdaptivePlacement, FixedPlacement
+from placement.policies.build import build_policy
+from placement.records import Decision, Demand, MeasuredRun, MeasuredStage, Memory, Pace, Plan
 
 PACE = Pace(base_seconds=1.0, per_sequence_seconds=0.5)
 ONE_EACH = Plan(mode="split", rollout=1, scoring=1)
@@ -419,6 +419,6 @@ def test_the_stages_of_a_run_are_simulated_as_the_run_measured_them(capsys, tmp_
 
 
 def test_the_simulator_starts_as_a_program():
-    command = [sys.executable, "-m", "placement.simulator", *SMALL, "--policies", "lower_bound,adaptive"]
+    command = [sys.executable, "-m", "bench.simulator", *SMALL, "--policies", "lower_bound,adaptive"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "throughput, N=4, drift" in done.stdout

@@ -10,9 +10,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
+from bench.simulator.stage import SimulatedRole, Stage
+from bench.simulator.workload import RoleWork, StageWork, Workload
 from placement.records import Decision, DrainInputs, Floats, Memory, Plan, PlanInputs
-from placement.simulator.stage import SimulatedRole, Stage
-from placement.simulator.workload import RoleWork, StageWork, Workload
 
 
 def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:

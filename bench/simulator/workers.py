@@ -5,7 +5,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from placement.simulator.workload import RoleWork
+from bench.simulator.workload import RoleWork
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal
 
+from bench.simulator.workers import Decoder, DecodeSteps, SharedBatch, WholeUnits
+from bench.simulator.workload import Absence, StageWork
 from placement.records import Floats, Plan
-from placement.simulator.workers import Decoder, DecodeSteps, SharedBatch, WholeUnits
-from placement.simulator.workload import Absence, StageWork
 
 SimulatedRole = Literal["rollout", "scoring"]
 ROLES: tuple[SimulatedRole, SimulatedRole] = ("rollout", "scoring")

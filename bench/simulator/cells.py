@@ -13,12 +13,9 @@ from statistics import fmean, stdev
 from typing import Literal
 
 import numpy as np
+from scipy.special import stdtrit
 
-from infra.statistics import student_quantile
-from placement.config import AdaptivePlacement, ProportionalPlacement
-from placement.policies.build import build_policy
-from placement.records import Demand, Policy
-from placement.simulator.baselines import (
+from bench.simulator.baselines import (
     Periodic,
     co_resident_run,
     colocated_run,
@@ -26,8 +23,8 @@ from placement.simulator.baselines import (
     lower_bound_run,
     split_run,
 )
-from placement.simulator.runs import simulate_run
-from placement.simulator.workload import (
+from bench.simulator.runs import simulate_run
+from bench.simulator.workload import (
     KNOWN,
     Faults,
     JudgeLoad,
@@ -38,6 +35,9 @@ from placement.simulator.workload import (
     role_work,
     sample_workload,
 )
+from placement.config import AdaptivePlacement, ProportionalPlacement
+from placement.policies.build import build_policy
+from placement.records import Demand, Policy
 
 REGIMES: dict[str, World] = {
     "throughput": World(workers=0),
@@ -299,7 +299,7 @@ def interval(values: Sequence[float]) -> Ratio:
     mean = fmean(values)
     half = float("inf")
     if len(values) > 1:
-        half = student_quantile(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
+        half = float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / sqrt(len(values))
     return Ratio(mean=mean, low=mean - half, high=mean + half, seeds=len(values))
 
 

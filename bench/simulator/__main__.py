@@ -1,4 +1,4 @@
-"""Command `python -m placement.simulator`, which compares placement policies on simulated workers."""
+"""Command `python -m bench.simulator`, which compares placement policies on simulated workers."""
 
 import io
 import json
@@ -12,11 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import ValidationError
 
-from infra.errors import BadInput
-from infra.plugins import nearest_name
-from infra.terminal import Json, command_app, run_command, table, write
-from placement.records import MeasuredRun
-from placement.simulator.cells import (
+from bench.simulator.cells import (
     AIMS,
     POLICIES,
     REGIMES,
@@ -30,7 +26,11 @@ from placement.simulator.cells import (
     paired_ratio,
     recorded_load,
 )
-from placement.simulator.workload import KNOWN, SCENARIOS
+from bench.simulator.workload import KNOWN, SCENARIOS
+from infra.errors import BadInput
+from infra.plugins import nearest_name
+from infra.terminal import Json, command_app, run_command, table, write
+from placement.records import MeasuredRun
 
 MAX_WORKERS = 4096
 MAX_MISSES_SHOWN = 40
@@ -127,7 +127,7 @@ def simulate(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the simulator with command-line arguments and return its exit status."""
     summary = "Compare placement policies over simulated workers. Separate values by commas; `all` is every name."
-    app = command_app("simulator", summary, example="example: python -m placement.simulator --workers 8,64")
+    app = command_app("simulator", summary, example="example: python -m bench.simulator --workers 8,64")
     app.default(simulate)
     return run_command(app, arguments, again="nothing was written")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bench.simulator.stage import RoleView, SimulatedRole, Stage, StageResult, UnitDone, View
+from bench.simulator.workload import StageWork, Workload
 from placement.measurements import MAX_LENGTHS, Measurements, UnitObservation
 from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, Policy, RoleProgress
-from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResult, UnitDone, View
-from placement.simulator.workload import StageWork, Workload
 
 ORDER_STATISTICS = 64
 """Number of sequence lengths that are recorded for each unit, as evenly spaced quantiles."""
