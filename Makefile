@@ -53,7 +53,7 @@ models-page: $(VENV)/.dev vllm  ## docs/models.md, written again from the stored
 	@$(BIN)/python -m tests.models.page
 
 test-s3: export RHEOSTAT_REQUIRE_S3 := 1
-test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: moto's, and Ceph's, which it installs where it may
+test-s3: $(VENV)/.dev  ## the store's promises and whole runs on servers: moto's, and Ceph's and Azurite, which it installs where it may
 	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
 
 nightly: $(VENV)/.dev $(VENV)/.docs sandbox  ## all tests that need no GPU, with a table of parts at the end; after an interrupt it continues (ARGS=--fresh starts over)

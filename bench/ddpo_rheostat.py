@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, peak_bytes, serve_epochs
 from infra.store.bundles import publish_bundle
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.denoising import DdimSampler, DenoisingConfig, LearntWindow
 from models.config.engines import DiffusersEngine, SamplingConfig

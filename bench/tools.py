@@ -14,8 +14,9 @@ from bench.tables import Table
 from bench.vllm import VLLM_VARIABLE
 from infra.environments.find import find_python
 from infra.store.bundles import publish_bundle
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine, VllmEngine
 from models.config.environments import TargetEnvironment
 from models.records.schemas import PROMPT_SCHEMA

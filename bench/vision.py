@@ -25,7 +25,7 @@ from bench.inputs import GROUP, HELDOUT, PROMPTS, Inputs, job_config
 from bench.jobs import FinishedJob
 from bench.tables import Table
 from bench.trl import SETTLED, compare_with_trl, medians, medians_of, table
-from infra.store.storage import Store
+from infra.store.contracts import Store
 from models.config.algorithms import Grpo
 from models.config.engines import TransformersEngine
 from models.config.objectives import UpdateConfig

@@ -28,8 +28,9 @@ from infra.pools.cluster import RayCluster
 from infra.pools.pool import Pool
 from infra.pools.worker import PoolSpec
 from infra.store.bundles import publish_bundle
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
 from models.records.model_input import rollout_inputs
 from models.records.schemas import PROMPT_SCHEMA

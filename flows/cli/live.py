@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
 from infra.counts import format_count
+from infra.store.storage import is_bucket_address
 from infra.terminal import console, wrap_text
 from infra.untrusted_text import make_visible
 
@@ -187,7 +188,7 @@ class _Page(threading.Thread):
         """Read the progress of the run at regular intervals, and redraw the page after each read."""
         from rich.text import Text
 
-        pause = REMOTE_SECONDS if self._watcher.store.startswith("s3://") else LOOK_SECONDS
+        pause = REMOTE_SECONDS if is_bucket_address(self._watcher.store) else LOOK_SECONDS
         while not self._ended.wait(pause):
             seconds = time.monotonic() - self._began
             try:
@@ -285,7 +286,7 @@ def watch_run(store: str, run: str) -> None:
 def _follow_until_end(watcher: "ProgressReader", terminal: "Console", live: "Live | None") -> "RunProgress":
     """Print new results of a run, and update the live page after each read of the store. Return the last progress when
     the run is finished, or when two reads in a row find no process that trains the run."""
-    pause = REMOTE_SECONDS if watcher.store.startswith("s3://") else LOOK_SECONDS
+    pause = REMOTE_SECONDS if is_bucket_address(watcher.store) else LOOK_SECONDS
     iterations, evaluations, absences, began = 0, 0, 0, time.monotonic()
     while True:
         status = watcher.read_progress()

@@ -39,7 +39,7 @@ RunName = Annotated[str, Parameter(name="RUN", help="name of the run", completer
 RunNames = Annotated[
     str, Parameter(name="RUN", show_default="all runs of the store", help="names of the runs", completer=_known_runs)
 ]
-Store = Annotated[str, Parameter(help="store with the runs: a directory, or s3://bucket/prefix")]
+Store = Annotated[str, Parameter(help="store with the runs: a directory, s3://bucket/prefix or az://container/prefix")]
 Config = Annotated[Path, Parameter(name="CONFIG", help="configuration file in TOML")]
 Overrides = Annotated[
     str,

@@ -19,8 +19,8 @@ from infra.terminal import Json, parse_whole_number, table, write
 from infra.user_files import read_text_file
 
 if TYPE_CHECKING:
+    from infra.store.contracts import Entry
     from infra.store.garbage import Rules
-    from infra.store.storage import Entry
     from tasks.forgetting import Forgotten
 
 OlderThan = Annotated[

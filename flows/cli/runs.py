@@ -57,7 +57,9 @@ Dtype = Annotated[
 HubName = Annotated[
     str | None, Parameter(metavar="NAME", help="also push the policy to the Hugging Face Hub under this name")
 ]
-From = Annotated[str, Parameter(name="FROM", help="store to copy from: a directory, or s3://bucket/prefix")]
+From = Annotated[
+    str, Parameter(name="FROM", help="store to copy from: a directory, s3://bucket/prefix or az://container/prefix")
+]
 To = Annotated[str, Parameter(name="TO", help="store to copy to")]
 Stages = Annotated[
     bool, Parameter(help="print the measurements of every finished batch, as JSON for the placement simulator")

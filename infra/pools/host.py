@@ -30,8 +30,10 @@ LIFE = "life"
 """Ray concurrency group for one call that never returns. When the process ends, this call fails, which tells the caller
 that the process has ended."""
 
-_AWS = "AWS_"
-_STORE_VARIABLES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
+_CLOUDS = ("AWS_", "AZURE_")
+_STORE_VARIABLES = re.compile(
+    r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|AZURE_(?!MSI_|IDENTITY_|FEDERATED_)|RHEOSTAT_(CACHE|S3_|AZURE_|LEASE_)"
+)
 """Pattern of the names of environment variables that configure access to stores, such as AWS credentials. Variables
 that are only valid on one machine or in one container do not match."""
 
@@ -255,11 +257,11 @@ def store_variables() -> dict[str, str]:
 
 
 def _take_over(variables: Mapping[str, str]) -> None:
-    """Set the environment variables with which another process accesses its stores. AWS credentials are replaced
-    together. Other variables that are already set keep their values."""
-    if any(name.startswith(_AWS) for name in variables):
-        for name in [name for name in os.environ if name.startswith(_AWS) and _STORE_VARIABLES.match(name)]:
-            del os.environ[name]
+    """Set the environment variables with which another process accesses its stores. The credentials
+    of a cloud are replaced together. Other variables that are already set keep their values."""
+    clouds = tuple(cloud for cloud in _CLOUDS if any(name.startswith(cloud) for name in variables))
+    for name in [name for name in os.environ if name.startswith(clouds) and _STORE_VARIABLES.match(name)]:
+        del os.environ[name]
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 

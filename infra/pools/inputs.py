@@ -13,8 +13,9 @@ from pydantic import BaseModel
 
 from infra.errors import Damaged, RheostatError
 from infra.store.bundles import BundleRef, prefetch_bundle
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, tombstone_key
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -99,4 +100,4 @@ def open_inputs(options: Mapping[str, object]) -> WorkInputs | None:
     if not {"store_uri", "run"} <= options.keys():
         return None
     store = open_store(f"{options['store_uri']}/{options['run']}")
-    return WorkInputs(store) if store.is_remote else None
+    return WorkInputs(store) if store.traits.downloads else None

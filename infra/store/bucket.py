@@ -1,4 +1,4 @@
-"""Requests to a bucket of S3, or of any server with the same API. Requests are retried within a total time.
+"""Requests to a bucket of an object service, such as S3. Requests are retried within a total time.
 
 The response to a write can be lost although the server has written the object. If the write is then repeated, its
 condition fails. Therefore every conditional write stores a random token. If a condition fails, the writer compares the
@@ -7,38 +7,37 @@ stored token with its own token, to find out whether the object is its own or wa
 
 import os
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-from obstore.store import S3Store as Client
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from infra.errors import BadInput, StoreFailed
-from infra.store.s3_errors import CODE, STATUS, Unsettled, may_pass
+from infra.store.object_service import TIMEOUTS, Requests, Service, Timeouts
+from infra.store.request_errors import CODE, STATUS, Unsettled, may_pass
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore import GetResult
+    from obstore.store import ObjectStore
 
 TEMPORARY: Final = ".tmp"
 """Folder of probes: temporary objects with which this module tests the server. They do not belong to a store."""
-_WRITER: Final = "rheostat-writer"
+_WRITER: Final = "rheostatwriter"
+"""Name of the metadata with the random token of a write. Azure allows no dash in such names."""
 RANGED_BYTES: Final = 64 << 20
 """Size in bytes of the first range of a download. If the object is larger, the rest is downloaded in parallel
 ranges."""
 _PART_BYTES: Final = 16 << 20
 _STREAMS: Final = 8
-_PAGE: Final = 1000
-"""Maximum number of object names in one response (page) of a listing."""
 _ROUND: Final = 100
 """Common divisor of the page sizes of all known servers. A number of listed names that is not a multiple of it shows
 that the last page was not empty, so the listing is complete."""
@@ -50,20 +49,7 @@ _MACHINE_CREDENTIALS = "169.254."
 T = TypeVar("T")
 
 _quotes: dict[tuple[str, str], bool] = {}
-"""Whether servers need quotes around ETags in conditions, by (endpoint, bucket), from earlier tests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Time limits for requests to a server."""
-
-    answer_seconds: float = 60
-    """Time limit in seconds for a response, or for the next bytes of a response."""
-    total_seconds: float = 120
-    """Time limit in seconds for one operation, including all retries."""
-
-
-TIMEOUTS: Final = Timeouts()
+"""Whether servers need quotes around ETags in conditions, by (endpoint, address of the bucket), from earlier tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +65,6 @@ class ObjectHead:
     """Random token that identifies the request that wrote the object."""
 
 
-class Requests:
-    """Thread-safe counter of requests by HTTP verb."""
-
-    def __init__(self) -> None:
-        self._turn, self._counts = Lock(), Counter[str]()
-
-    def add(self, verb: str, count: int = 1) -> None:
-        """Count requests with this HTTP verb that are about to be sent."""
-        with self._turn:
-            self._counts[verb] += count
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of requests so far, by HTTP verb."""
-        with self._turn:
-            return dict(self._counts)
-
-
 @dataclass(frozen=True)
 class Bucket:
     """Access to the objects in a bucket whose names start with a prefix.
@@ -105,8 +74,11 @@ class Bucket:
     """
 
     uri: str
-    client: Client = field(repr=False, compare=False)
-    parts: Client = field(repr=False, compare=False)
+    service: Service = field(repr=False)
+    endpoint: str = field(repr=False)
+    """Address of the server, or "" for the service's own address."""
+    client: "ObjectStore" = field(repr=False, compare=False)
+    parts: "ObjectStore" = field(repr=False, compare=False)
     """Client for multipart uploads. It retries single parts, so that the whole upload need not be repeated."""
     timeouts: Timeouts = TIMEOUTS
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
@@ -237,7 +209,7 @@ class Bucket:
         return self._retry(what, lambda: self._count_pages(pages()))
 
     def _count_pages(self, objects: Sequence[T]) -> Sequence[T]:
-        self.requests.add("LIST", max(1, -(-len(objects) // _PAGE)))
+        self.requests.add("LIST", max(1, -(-len(objects) // self.service.page_names)))
         return objects
 
     def _check_listing(self) -> None:
@@ -271,7 +243,11 @@ class Bucket:
         """Delete an object. Do nothing if it does not exist."""
         self.requests.add("POST")  # the library deletes with POST requests
         self.known.discard(name)
-        self._retry(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
+        self._retry(f"cannot delete {name!r}", lambda: self._delete(name))
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):  # Azure reports a missing object, S3 does not
+            obstore.delete(self.client, name)
 
     def now(self) -> datetime:
         """Return the current time of the server's clock, read from the modification time of a new probe object."""
@@ -289,7 +265,7 @@ class Bucket:
 
         The first call in a process tests this. Raises BadInput if the server ignores the conditions of writes.
         """
-        where = (str(self.client.config.get("endpoint")), str(self.client.config.get("bucket")))
+        where = (self.endpoint, "/".join(self.uri.split("/")[:3]))
         if where not in _quotes:
             _quotes[where] = self._try_conditions()
         return _quotes[where]
@@ -313,7 +289,9 @@ class Bucket:
         return quotes
 
     def _refusal(self, fault: str) -> BadInput:
-        return BadInput(f"store {self.uri}: the server must support conditional writes (docs/s3.md), but {fault}")
+        return BadInput(
+            f"store {self.uri}: the server must support conditional writes ({self.service.page}), but {fault}"
+        )
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its ETag is `version`, or if its name is free and `version` is "". Return the new ETag, or
@@ -366,15 +344,13 @@ class Bucket:
         except (BaseError, OSError) as error:
             times, message = retrying.statistics["attempt_number"], str(error)
             code = CODE.search(message)
-            if code is not None and code[1] == "NoSuchBucket":
+            if code is not None and code[1] == self.service.missing_bucket:
                 raise BadInput(
-                    f"store {self.uri}: the bucket does not exist. Create it, or check its name and the endpoint."
+                    f"store {self.uri}: the {self.service.bucket} does not exist. Create it, or check its name and the "
+                    "endpoint."
                 ) from error
             if _MACHINE_CREDENTIALS in message:
-                raise BadInput(
-                    f"store {self.uri}: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-                    "set AWS_PROFILE to a profile that contains them."
-                ) from error
+                raise BadInput(f"store {self.uri}: no credentials were found. {self.service.credentials}") from error
             raise StoreFailed(
                 f"store {self.uri}: {what} ({times} attempt{'s' * (times > 1)} in {monotonic() - started:.1f} s): "
                 f"{message.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import canonical_json, digest_file
+from infra.store.contracts import Store, check_key
 from infra.store.shards import RETIRED, is_retired
-from infra.store.storage import Store, check_key
 
 CONTENTS = "bundle.json"
 """Name of the file in each bundle (stored folder) that lists all other files. A directory that is to be published must
@@ -154,7 +154,7 @@ def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Pa
     From a remote store, only these files are downloaded. In a local store, the whole bundle is verified. Raises
     BadInput if the bundle has no file with one of the names.
     """
-    if not store.is_remote or _is_known(store, ref):
+    if not store.traits.downloads or _is_known(store, ref):
         return fetch_bundle(store, ref)
     files = _verified_names(store, ref)
     if absent := sorted(set(names) - files.keys()):
@@ -173,7 +173,7 @@ def prefetch_bundle(store: Store, ref: BundleRef) -> None:
 
 def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
     """Download the files of a bundle (stored folder) in parallel, if the store is remote and contains the bundle."""
-    if store.is_remote and has_bundle(store, ref):
+    if store.traits.downloads and has_bundle(store, ref):
         files = _contents(store, ref).files
         store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *files)], room=room)
 

@@ -10,10 +10,10 @@ from itertools import groupby
 from infra.errors import BadInput, Conflict, Damaged
 from infra.store.bundles import CONTENTS
 from infra.store.chain import complete_manifests
+from infra.store.contracts import Entry, Store
 from infra.store.epochs import LEASES
 from infra.store.run_record import RECORD
 from infra.store.runs import JOURNAL, LOCK, MANIFESTS, METRICS, TRANSIENT, Run, open_run, run_store
-from infra.store.storage import Entry, Store
 from infra.store.tombstones import needed_objects
 
 logger = logging.getLogger(__name__)

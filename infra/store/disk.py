@@ -11,12 +11,12 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from infra.errors import BadInput
+from infra.store.contracts import LockState
 
 TEMPORARY = ".tmp-"
 """Start of the names of temporary files in a store. Keys of objects cannot start with this prefix."""
@@ -26,15 +26,6 @@ _TURN_POLL_SECONDS = 0.005
 _locked_descriptors: set[int] = set()
 """File descriptors of the locks that this process has. A forked child closes its copies of these descriptors, so that
 the locks end with the parent process and not with the child."""
-
-
-@dataclass(frozen=True, slots=True)
-class LockState:
-    """State of a lock: "held" by a live process, "left" behind by a process that died, or "free"."""
-
-    state: Literal["held", "left", "free"]
-    who: str = ""
-    """Process and machine that have the lock, such as `process 12 on host`. Empty if they are not known."""
 
 
 def read_lock_record(content: bytes, state: Literal["held", "left"]) -> LockState:

@@ -8,8 +8,8 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from infra.store.checksums import seal
+from infra.store.contracts import Objects
 from infra.store.manifests import provenance_here
-from infra.store.storage import Objects
 
 LEASES = "lease/"
 _LEASE = re.compile(r"(\d{6,})\.json")

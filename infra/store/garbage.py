@@ -18,13 +18,14 @@ from pathlib import Path
 from infra.errors import Damaged
 from infra.store.bundles import CONTENTS
 from infra.store.chain import complete_manifests, linked_parts
+from infra.store.contracts import Entry
 from infra.store.dependencies import recorded_config
 from infra.store.inputs import JobPath, JobText
 from infra.store.manifests import Manifest
 from infra.store.readers import bundles_in_use
 from infra.store.run_record import RECORD
 from infra.store.runs import MANIFESTS, Run, list_runs, open_run
-from infra.store.storage import Entry, open_store
+from infra.store.storage import is_bucket_address, open_store
 from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
 
 MAX_PARALLEL = 8
@@ -207,7 +208,7 @@ def depends_on(other: Run, run: Run) -> bool:
 
 def _address(text: str) -> str:
     """Return the URI of the store to which a text (a path or an address) refers."""
-    if text.startswith("s3://"):
+    if is_bucket_address(text):
         return text
     return (JobPath.locate(text) if isinstance(text, JobText) else Path(text)).resolve().as_uri()
 

@@ -34,9 +34,8 @@ from infra.errors import BadInput, DeprecatedSpelling
 from infra.store import remote_files
 from infra.store.hub import fetch_snapshot, find_hub_base, resolve_commit, split_files
 from infra.store.hub_names import HF, HubAddress, HubKind, is_hub_name, parse_hub_address, parse_hub_name
-from infra.store.storage import open_store
+from infra.store.storage import is_bucket_address, open_store
 
-S3: Final = "s3:"
 HUB: Final = "hf:"
 _BASE: Final = re.compile(r"(.+)\?base=([\w./@-]+@[0-9a-f]{40})", re.ASCII | re.DOTALL)
 """Text of the path of an adapter with the commit of its base model, as sent to other processes."""
@@ -383,10 +382,11 @@ def fetch_path(path: Path) -> Path:
 
 
 def has_run(path: Path) -> bool:
-    """Return whether a path or s3:// address is the directory of a run, that is, contains run.json."""
+    """Return whether a path or the address of a bucket is the directory of a run, that is, contains run.json."""
     if not is_remote(path):
         return (path / "run.json").is_file()
-    return path.parts[0] == S3 and len(path.parts) > 1 and open_store(format_path(path)).exists("run.json")
+    address = format_path(path)
+    return len(path.parts) > 1 and is_bucket_address(address) and open_store(address).exists("run.json")
 
 
 def split_into_files(path: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from infra.errors import StoreFailed
-from infra.store.storage import Store
+from infra.store.contracts import Store
 
 TAIL_BYTES: Final = 1 << 16
 """Number of bytes that are read from the end of a file to find its last line. Every line is shorter than this."""
@@ -22,7 +22,7 @@ TAIL_BYTES: Final = 1 << 16
 def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
     """Replace the whole content of the file `key` by these lines."""
     content = "".join(f"{line}\n" for line in lines).encode()
-    if store.is_remote:
+    if not store.traits.can_append:
         store.delete(key)
         store.put(key, content)
         return

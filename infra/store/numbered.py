@@ -14,7 +14,7 @@ from blake3 import blake3
 from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.checksums import seal, unseal
-from infra.store.storage import Store
+from infra.store.contracts import Store
 
 _RECORDS = "records/"
 _CHAIN = "chain/"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from infra.config import Settings
 from infra.errors import RheostatError
-from infra.store.storage import Objects
+from infra.store.contracts import Objects
 
 NOTES: Final = "report/steps/"
 GOALS: Final = "report/goal/"

@@ -14,7 +14,7 @@ from typing import Final
 
 from infra.errors import StoreFailed
 from infra.store.bundles import BundleRef
-from infra.store.storage import Store
+from infra.store.contracts import Store
 
 READERS: Final = "readers/"
 """Prefix of the keys that processes lock while they read a bundle (stored folder). It is followed by 16 digits of the

@@ -14,8 +14,9 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import CONTENTS, BundleRef, has_bundle
 from infra.store.checksums import seal, unseal
+from infra.store.contracts import Store
 from infra.store.numbered import NumberedRecords
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 
 REGISTRIES: Final = "registry"
 """Name of the folder in a store that contains the registries. It is next to the folders of the runs."""

@@ -9,8 +9,8 @@ from pydantic import JsonValue
 from infra.config import fingerprint_of
 from infra.errors import Damaged
 from infra.store.checksums import SealedRecord
+from infra.store.contracts import Objects
 from infra.store.manifests import versions_here
-from infra.store.storage import Objects
 
 RECORD: Final = "run.json"
 _LEFT_WITHOUT_RESULTS: Final = {

@@ -14,11 +14,11 @@ from pydantic import JsonValue
 from infra.config import Identified, describe_difference
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked, StoreFailed
 from infra.store.checksums import SealedRecord, seal, unseal
-from infra.store.disk import LockState
+from infra.store.contracts import Lease, LockState, Objects, Store
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest
 from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
-from infra.store.storage import Lease, Objects, Store, open_store
+from infra.store.storage import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Run:
         Raises RunLocked if a live process has the lock. Set `sole_writer` if no other process will `join` the run."""
         with self.lock_without_epoch() as lease:
             self._lease, self.epoch, self._is_sole_writer = lease, begin_epoch(self.store), sole_writer
-            self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)
+            self._epoch = Epoch(self.store, self.epoch, renewed=self.store.traits.expires_locks)
             try:
                 yield self
             finally:

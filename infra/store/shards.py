@@ -13,7 +13,7 @@ from infra.config import Settings
 from infra.counts import format_count
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
-from infra.store.storage import Store
+from infra.store.contracts import Store
 
 if TYPE_CHECKING:  # a command that lists runs reads no shard, and pyarrow imports numpy
     import pyarrow as pa

@@ -8,12 +8,12 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, has_bundle, verify_bundle
 from infra.store.chain import check_chain
 from infra.store.checksums import unseal
+from infra.store.contracts import Objects, Store
 from infra.store.manifests import Manifest
 from infra.store.registry import RETRAINS, Registry, champion_of
 from infra.store.run_record import RECORD, RunRecord
 from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
-from infra.store.storage import Objects, Store
 from infra.store.tombstones import needed_objects, replaced_shards
 
 

@@ -95,7 +95,8 @@ class RetrieverConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed from which all random choices are derived."""
     store: str = "./runs"
-    """Store in which the retriever is saved: a directory, a file:// URI, or s3://bucket/prefix."""
+    """Store in which the retriever is saved: a directory, a file:// URI, s3://bucket/prefix or
+    az://container/prefix."""
     pairs: Annotated[TemplatedPairs | PairFile, Field(discriminator="kind")] = TemplatedPairs()
     """Source of the pairs for training and evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1

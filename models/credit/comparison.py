@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import Store
 from models.records.columns import Floats, Integers
 
 

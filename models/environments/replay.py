@@ -11,8 +11,9 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
+from infra.store.contracts import Store
 from infra.store.shards import read_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request
 from models.environments.clock import EnvironmentClock

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
+from infra.store.contracts import Store
 from infra.store.file_writer import write_files
-from infra.store.storage import Store
 from models.config.lora import LoraConfig
 from models.config.outline import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute

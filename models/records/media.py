@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from infra.config import Settings
 from infra.errors import Damaged
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, open_tables, read_shard
-from infra.store.storage import Store
 from models.records.pictures import STATES, States, read_states
 
 MEDIA: str = "media"

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
 from infra.errors import BadInput
+from infra.store.contracts import Store
 from infra.store.inputs import fetch_path, format_path
-from infra.store.storage import Store
 from models.config.judges import ClipModel, ClipModelReward
 from models.config.reward_terms import ClipReward, ClipSettings
 from models.data.problems import Problem

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.config import Settings
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import Store
 from models.data.images import data_address, thumbnail
 from models.records.media import Media, ShownImage
 from models.records.model_input import completion_lengths, image_digests

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store
 from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step

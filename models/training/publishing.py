@@ -16,7 +16,7 @@ from infra.store.bundles import (
     fetch_bundle,
     publish_bundle,
 )
-from infra.store.storage import Store
+from infra.store.contracts import Store
 from models.denoising.pipeline import is_pipeline, link_frozen_parts
 from models.records.versions import ModelVersion
 from models.text.template_files import copy_named_templates

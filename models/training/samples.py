@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from infra.counts import format_count
 from infra.errors import Damaged
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import Store
 from models.modeling.batching import Sequences
 from models.modeling.layout import TrainingSample
 from models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays

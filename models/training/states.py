@@ -26,8 +26,8 @@ from infra.store.bundles import (
     put_bundle_file,
 )
 from infra.store.checksums import canonical_json
+from infra.store.contracts import Store
 from infra.store.file_writer import Piece, describe_pieces, write_pieces
-from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.safetensors import copy_to_host, tensor_pieces
 from models.training.layouts import StateLayout, convert_state

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infra.store.bundles import fetch_bundle, has_bundle
-from infra.store.storage import Store
+from infra.store.contracts import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig

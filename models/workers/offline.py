@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from infra.store.bundles import fetch_bundle
+from infra.store.contracts import Store
 from infra.store.progress import StepNotes
-from infra.store.storage import Store
 from models.config.data import DataConfig
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from infra.errors import BadInput
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import Store
 from models.data.problems import Message, TemplateArguments, decode_template_input
 from models.data.rubrics import RUBRIC, Rubric, parse_rubric
 from models.records.schemas import TEMPLATE

@@ -12,8 +12,9 @@ import torch
 from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.store.bundles import fetch_bundle
+from infra.store.contracts import Store
 from infra.store.shards import read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.judges import HostedModelReward, ModelReward
 from models.data.problems import NO_ARGUMENTS, Message
 from models.engines.device import choose_device

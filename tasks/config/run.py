@@ -74,7 +74,7 @@ class RunConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Root seed of every random choice of the run."""
     store: str = "./runs"
-    """Store that contains runs: a directory, a file:// URI, or s3://bucket/prefix."""
+    """Store that contains runs: a directory, a file:// URI, s3://bucket/prefix or az://container/prefix."""
     iterations: Annotated[int, Field(ge=0, le=1_000_000)] = 24
     """Number of iterations of rollout, scoring and update. A finished run continues if this number is raised."""
     data: DataConfig = ArithmeticData()

@@ -165,8 +165,9 @@ class OpenRun:
         self._store_threads = ThreadPoolExecutor(MAX_STORE_REQUESTS, thread_name_prefix="store")
 
     async def query_store(self, query: Callable[[], R]) -> R:
-        """Call a function that queries the run's store. If the store is remote, other tasks run meanwhile."""
-        if not self.run.store.is_remote:
+        """Call a function that queries the run's store. If the store sends requests, other tasks run
+        meanwhile."""
+        if not self.run.store.traits.sends_requests:
             return query()
         return await asyncio.get_running_loop().run_in_executor(self._store_threads, query)
 
@@ -179,7 +180,7 @@ class OpenRun:
         nothing if the store is local."""
         opened = self._fleet
         is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
-        if opened is not None and is_open and self.run.store.is_remote:
+        if opened is not None and is_open and self.run.store.traits.downloads:
             opened.result().role(role).prefetch(record)
 
     def count_new_requests(self) -> dict[str, int]:

@@ -220,7 +220,7 @@ async def preflight(
     """
     store = open_store(config.store)
     await run_apart(partial(fetch_hub_inputs, config))
-    if part != "plan" or not store.is_remote:  # a bucket is tested by writing objects
+    if part != "plan" or not store.traits.check_writes:
         await run_apart(store.check)
     document = config.model_dump(mode="json")
     if checked is None:

@@ -144,5 +144,5 @@ def _build_spec(
         start_seconds=pools.start_seconds,
         stall_seconds=pools.stall_seconds,
         max_restarts=pools.max_restarts,
-        prefetches=run.store.is_remote,
+        prefetches=run.store.traits.downloads,
     )

@@ -27,7 +27,7 @@ def update_metrics_file(run: Run, *, is_over: bool = False) -> None:
     """Append metrics of new iterations and evaluations to `metrics.jsonl`. In a bucket, where objects cannot grow, the
     file is written when the run is over."""
     try:
-        if not run.store.is_remote:
+        if run.store.traits.can_append:
             extend_metrics(run)
         elif is_over:
             rewrite_metrics(run)

@@ -18,7 +18,8 @@ def rewrite_metrics(run: Run) -> str:
 def extend_metrics(run: Run) -> None:
     """Append lines for new iterations and evaluations to a local file. If the file was changed by something else,
     rebuild it."""
-    if not run.store.is_remote and not extend_lines(run.store, METRICS, lambda line: _lines_after(run, line)):
+    appends = run.store.traits.can_append
+    if appends and not extend_lines(run.store, METRICS, lambda line: _lines_after(run, line)):
         rewrite_metrics(run)
 
 

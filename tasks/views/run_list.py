@@ -8,11 +8,11 @@ from typing import Literal
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.disk import LockState
+from infra.store.contracts import LockState, is_key
 from infra.store.manifests import Manifest
 from infra.store.run_record import RECORD
 from infra.store.runs import Run, list_runs, open_run
-from infra.store.storage import is_key, open_store
+from infra.store.storage import open_store
 from tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from tasks.views.metrics import format_number
 

@@ -177,7 +177,7 @@ def find_lock_holder(run: Run) -> str | None:
         pid, host = int(lock_content["pid"]), str(lock_content["host"])
     except (ValueError, KeyError, TypeError):
         return None
-    if run.store.is_remote:  # a live process renews its lease before the lease expires
+    if run.store.traits.expires_locks:  # a live process renews its lease before the lease expires
         [lock] = run.store.entries(LOCK)
         alive = (run.store.now() - lock.modified).total_seconds() < float(lock_content.get("seconds", 0))
         return f"process {pid} on {host}" if alive else None

@@ -14,9 +14,9 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from infra.errors import RunChanged
+from infra.store.local import LocalStore
 from infra.store.manifests import decode_manifest
 from infra.store.runs import open_run
-from infra.store.storage import LocalStore
 from tasks.forgetting import remove_prompts
 from tasks.reporting import delete_published_completions
 from tasks.verification.invariants import verify_run

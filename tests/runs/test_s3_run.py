@@ -30,7 +30,7 @@ from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
 from tests.support.prompts import choose_prompts, secrets_of
 from tests.support.s3_proxy import Fault, s3_proxy
-from tests.support.s3_servers import SECRET_KEY
+from tests.support.s3_servers import SECRET_KEY, Place
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
@@ -45,8 +45,12 @@ SECRET = "a-secret-of-this-test"
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
     """Stores set environment variables of this process, which are restored afterwards."""
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "RHEOSTAT_CACHE"):
+    aws = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
+    for name in (*aws, "RHEOSTAT_CACHE"):
         monkeypatch.setenv(name, "")
+    for name in ("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 def files_below(*homes: Path) -> list[Path]:
@@ -85,6 +89,27 @@ def test_a_run_in_a_bucket_equals_the_run_on_disk(kind, s3_servers, reference, p
         again = len(weather.seen)
         job.train()
         assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]
+
+
+def test_a_run_in_azure_with_failed_requests_equals_the_run_on_disk(s3_servers, reference, prefect_api, tmp_path):
+    server = s3_servers.start("azurite")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        store = place.open()
+        weather.share = 0.01
+        job = InProcessJob(tmp_path, prefect_api, address=place.uri)
+        job.train()
+        weather.share = 0
+        assert place.manifests() == manifests_of(reference.run)
+        verified = job.command("verify")
+        assert verified.code == 0, verified.output
+        shown = json.loads(job.command("show", "--json").output)
+        assert shown["policy"].startswith(f"{place.uri}/tiny/policies/")
+        key = place.environment["AZURE_STORAGE_ACCOUNT_KEY"].encode()
+        assert all(key not in store.read(entry.key) for entry in store.entries(""))
+        here = str(tmp_path / "copy")
+        assert main(["copy", "tiny", place.uri, here]) == 0
+        assert Place(here).manifests() == manifests_of(reference.run)
 
 
 def test_an_iteration_of_many_shards_sends_and_reports_a_bounded_number_of_requests(s3_servers, prefect_api, tmp_path):

@@ -31,7 +31,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-import infra.store.storage
+import infra.store.local
 from flows.cli.app import main as command
 from infra.store.disk import open_temporary, publish_file
 from infra.store.garbage import collect_garbage
@@ -299,7 +299,7 @@ def attempt(
             here.happen(path, data, root=root)
         return won
 
-    infra.store.storage.publish_file = publish
+    infra.store.local.publish_file = publish
     write_to(home / "output")
     try:
         InProcessJob(home, api, counts_works=True).train(*job, *overrides)

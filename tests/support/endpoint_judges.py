@@ -2,8 +2,8 @@
 
 import pyarrow as pa
 
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import Store
 from models.config.engines import SamplingConfig
 from models.config.judges import EndpointJudge as EndpointConfig
 from models.config.verdicts import ScoreVerdict

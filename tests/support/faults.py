@@ -22,7 +22,7 @@ from typing import ClassVar
 
 import pytest
 
-import infra.store.storage
+import infra.store.local
 from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
 from tests.support.jobs import GO_ON, KILL_DRIVER, KILL_SERVER, LOSE_MACHINE, PAUSE, RAISE, Fault, servers_of
@@ -63,7 +63,7 @@ class Planted:
         self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
         self._seen: Counter[int] = Counter()
         if self._faults or role == "driver":
-            infra.store.storage.publish_file = self._publish
+            infra.store.local.publish_file = self._publish
 
     def log(self, line: str) -> None:
         with (self._home / "log").open("a") as log:
@@ -203,8 +203,8 @@ def planted(home: Path) -> Iterator[None]:
     make_spec = worker_pools._build_spec
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RHEOSTAT_FAULTS", str(home))
-        now = infra.store.storage.publish_file
-        patch.setattr(infra.store.storage, "publish_file", now)  # workers that are threads replace it here
+        now = infra.store.local.publish_file
+        patch.setattr(infra.store.local, "publish_file", now)  # workers that are threads replace it here
         patch.setattr(worker_pools, "_build_spec", lambda *args, **options: plant(make_spec(*args, **options)))
         yield
 

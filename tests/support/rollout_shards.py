@@ -2,8 +2,8 @@
 
 import pyarrow as pa
 
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import Store
 from models.records.schemas import ROLLOUT_SCHEMA
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from infra.store.bundles import publish_bundle
+from infra.store.contracts import Store
 from infra.store.shards import write_shard
-from infra.store.storage import Store
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome

@@ -1,6 +1,7 @@
-"""Stores of every kind for tests: on disk, and on real S3 servers on loopback.
+"""Stores of every kind for tests: on disk, and on real servers on loopback.
 
 moto answers like AWS. The gateway of a Ceph cluster is what many users run themselves, and it checks every signature.
+Azurite is Microsoft's server for tests of Azure, and it checks every signature too.
 """
 
 import fcntl
@@ -9,11 +10,9 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,16 +25,19 @@ import obstore
 import pytest
 from obstore.store import S3Store as Client
 
-from infra.store.bucket import TIMEOUTS, Timeouts
+from infra.store.azure import open_azure
+from infra.store.contracts import Store
+from infra.store.object_service import TIMEOUTS, Timeouts
 from infra.store.s3 import open_s3
-from infra.store.storage import Store, open_store
-from tests.support.processes import die_with_parent
+from infra.store.storage import is_bucket_address, open_store
+from tests.support.azurite import ACCOUNT, CONTAINER, KEY, azurite, missing_azurite
+from tests.support.loopback import START_SECONDS, await_server, free_port, running
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 BUCKET = "rheostat"
 CEPH = ("ceph-mon", "ceph-osd", "radosgw")
 """Programs, and the Debian packages that contain them."""
-INSTALL_SECONDS, START_SECONDS = 300, 60
+INSTALL_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,17 @@ class Place:
 
     uri: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables with which clients find the S3 server."""
+    """Environment variables with which clients find the server."""
     lease_seconds: float = 4
     timeouts: Timeouts = TIMEOUTS
 
     def open(self) -> Store:
         """Open the store. The environment variables of this process stay changed."""
         os.environ.update(self.environment)
-        if not self.uri.startswith("s3://"):
+        if not is_bucket_address(self.uri):
             return open_store(self.uri)
-        return open_s3(self.uri, timeouts=self.timeouts, lease_seconds=self.lease_seconds)
+        open_bucket = open_azure if self.uri.startswith("az://") else open_s3
+        return open_bucket(self.uri, timeouts=self.timeouts, lease_seconds=self.lease_seconds)
 
     def manifests(self, run: str = "tiny") -> dict[str, str]:
         """Read key and digest of every manifest of a run."""
@@ -81,6 +84,24 @@ class S3Server:
         return Place(f"s3://{BUCKET}/{secrets.token_hex(4)}/a-store", environment)
 
 
+@dataclass(frozen=True)
+class AzureServer:
+    """Running Azurite with an empty container."""
+
+    endpoint: str
+    home: Path
+
+    def place(self, *, endpoint: str = "") -> Place:
+        """Return a store that nobody has used, at this server or through a proxy to it."""
+        environment = {
+            "AZURE_STORAGE_ENDPOINT": f"{endpoint or self.endpoint}/{ACCOUNT}",
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": KEY,
+            "RHEOSTAT_CACHE": str(self.home / "cache"),
+        }
+        return Place(f"az://{CONTAINER}/{secrets.token_hex(4)}/a-store", environment)
+
+
 class S3Servers:
     """Servers that all processes of a test session share.
 
@@ -90,27 +111,27 @@ class S3Servers:
     def __init__(self, home: Path, stack: ExitStack) -> None:
         home.mkdir(exist_ok=True)
         self._home, self._stack = home, stack
-        self._running: dict[str, S3Server] = {}
+        self._running: dict[str, S3Server | AzureServer] = {}
 
-    def start(self, kind: str) -> S3Server:
-        """Return the server of a kind. Without Ceph its tests are skipped, or fail if Ceph is required."""
+    def start(self, kind: str) -> S3Server | AzureServer:
+        """Return the server of a kind. A missing server skips its tests, or fails them if it is required."""
         if kind not in self._running:
-            if kind == "rgw" and (missing := missing_ceph()):
-                (pytest.fail if os.environ.get("RHEOSTAT_REQUIRE_S3") else pytest.skip)(missing)
             with (self._home / f"{kind}-lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+                if kind in INSTALL and (missing := INSTALL[kind]()):
+                    (pytest.fail if os.environ.get("RHEOSTAT_REQUIRE_S3") else pytest.skip)(missing)
                 self._running[kind] = self._share(kind, self._home / kind)
         return self._running[kind]
 
-    def _share(self, kind: str, home: Path) -> S3Server:
+    def _share(self, kind: str, home: Path) -> S3Server | AzureServer:
         home.mkdir(exist_ok=True)
         using, told = (home / "users").open("a"), home / "endpoint"
         self._stack.callback(using.close)
         fcntl.flock(using, fcntl.LOCK_SH)  # waits where the server is being ended
         if told.exists():
-            server = S3Server(told.read_text(), home)
+            server = (AzureServer if kind == "azurite" else S3Server)(told.read_text(), home)
         else:
-            server = self._stack.enter_context((rgw if kind == "rgw" else moto)(home))
+            server = self._stack.enter_context(SERVERS[kind](home))
             told.write_text(server.endpoint)
             self._stack.callback(fcntl.flock, using, fcntl.LOCK_EX)  # done before it ends: waits for all users
             self._stack.callback(told.unlink)
@@ -121,8 +142,15 @@ class S3Servers:
 def moto(home: Path) -> Iterator[S3Server]:
     """Run moto's server; it checks neither credentials nor digests of bodies."""
     port = free_port()
-    with _running([sys.executable, "-m", __name__, str(port)], home / "log", directory=Path(__file__).parents[2]):
+    with running([sys.executable, "-m", __name__, str(port)], home / "log", directory=Path(__file__).parents[2]):
         yield _ready(f"http://127.0.0.1:{port}", home)
+
+
+@contextmanager
+def azure(home: Path) -> Iterator[AzureServer]:
+    """Run Azurite."""
+    with azurite(home) as endpoint:
+        yield AzureServer(endpoint, home)
 
 
 def serve_moto(port: int) -> None:
@@ -160,10 +188,10 @@ def rgw(home: Path, *, gibibytes: int = 4) -> Iterator[S3Server]:
     with ExitStack() as stack:
         cluster = _Cluster(home)
         cluster.configure(mon_port=free_port(), gibibytes=gibibytes)
-        stack.enter_context(_running(cluster.ceph("ceph-mon", "-i", "a", "-f"), home / "mon.out"))
+        stack.enter_context(running(cluster.ceph("ceph-mon", "-i", "a", "-f"), home / "mon.out"))
         cluster.run("ceph", "osd", "new", osd := str(uuid.uuid4()))
         cluster.run("ceph-osd", "-i", "0", "--mkfs", "--no-mon-config", "--osd-uuid", osd)
-        stack.enter_context(_running(cluster.ceph("ceph-osd", "-i", "0", "-f"), home / "osd.out"))
+        stack.enter_context(running(cluster.ceph("ceph-osd", "-i", "0", "-f"), home / "osd.out"))
         port = free_port()
         stack.enter_context(gateway(home, port))
         user = ["user", "create", "--uid=test", "--display-name=test"]
@@ -175,9 +203,9 @@ def rgw(home: Path, *, gibibytes: int = 4) -> Iterator[S3Server]:
 def gateway(home: Path, port: int) -> Iterator[str]:
     """Run another gateway of a Ceph cluster, which ends by SIGKILL."""
     words = ["radosgw", "-n", "client.rgw", "-f", f"--rgw-frontends=beast endpoint=127.0.0.1:{port}"]
-    with _running(_Cluster(home).ceph(*words), home / f"rgw-{port}.out"):
+    with running(_Cluster(home).ceph(*words), home / f"rgw-{port}.out"):
         address = f"http://127.0.0.1:{port}"
-        _await(address)
+        await_server(address)
         yield address
 
 
@@ -245,32 +273,14 @@ class _Cluster:
         _run(["ceph-authtool", *create, str(keyring), "--gen-key", "-n", name, *caps])
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS)
     assert not done.returncode, f"{command}: {done.stdout}{done.stderr}"
 
 
-@contextmanager
-def _running(command: list[str], log: Path, *, directory: Path | None = None) -> Iterator[None]:
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, preexec_fn=die_with_parent) as process,
-    ):
-        try:
-            yield
-        finally:
-            process.kill()
-
-
 def _ready(endpoint: str, home: Path) -> S3Server:
     """Wait until a server answers, and create its bucket."""
-    _await(endpoint)
+    await_server(endpoint)
     server = S3Server(endpoint, home)
     client = Client(
         BUCKET,
@@ -284,15 +294,10 @@ def _ready(endpoint: str, home: Path) -> S3Server:
     return server
 
 
-def _await(endpoint: str) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            httpx.get(endpoint, trust_env=False)
-            return
-        except httpx.TransportError as error:
-            assert time.monotonic() < deadline, f"{endpoint}: {error}"
-            time.sleep(0.1)
+SERVERS = {"moto": moto, "rgw": rgw, "azurite": azure}
+"""Functions that run a server, by its kind."""
+INSTALL = {"rgw": missing_ceph, "azurite": missing_azurite}
+"""Functions that install a server if it is missing, and return why it cannot run."""
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from infra.store.bundles import BundleRef, publish_bundle
+from infra.store.contracts import Entry
+from infra.store.local import LocalStore
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import Entry, LocalStore
 
 
 @dataclass(frozen=True)

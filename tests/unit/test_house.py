@@ -7,6 +7,7 @@ import sys
 import tomllib
 import warnings
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -89,6 +90,11 @@ def test_no_two_folders_import_each_other(graph):
     }
     both = {(here, there) for here, there in ways if here < there and (there, here) in ways}
     assert both == set()
+
+
+def test_no_modules_of_infra_import_each_other_in_a_circle(graph):
+    modules = {module for module in graph.modules if module.startswith("infra.")}
+    TopologicalSorter({each: graph.find_modules_directly_imported_by(each) & modules for each in modules}).prepare()
 
 
 def test_a_public_class_name_has_one_meaning():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.drawn import DrawnVllm
-from infra.store.storage import Store, open_store
+from infra.store.contracts import Store
+from infra.store.storage import open_store
 from models.config.engines import VllmEngine
 from models.engines.protocol import build_engine
 from models.engines.vllm.engine import ServedEngine

@@ -32,8 +32,8 @@ PROGRAMS = {
         """,
     "a server": """
         from pathlib import Path
-        from tests.support.s3_servers import _running
-        with _running(["sleep", "600"], Path(sys.argv[1]) / "log"):
+        from tests.support.loopback import running
+        with running(["sleep", "600"], Path(sys.argv[1]) / "log"):
             import psutil
             print(psutil.Process().children()[0].pid, flush=True)
             time.sleep(600)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.storage import Store, open_store
+from infra.store.contracts import Store
+from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig, DrGrpo
 from models.config.reward_terms import TargetReward
 from models.config.rewards import ScoringConfig

@@ -1,4 +1,5 @@
-"""The S3 store under faults between client and server: lost, repeated, cut or late requests, and competing writers."""
+"""Stores in buckets under faults between client and server: lost, repeated, cut or late requests, and competing
+writers."""
 
 import base64
 import os
@@ -6,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -16,31 +18,34 @@ import pytest
 from blake3 import blake3
 
 import infra.store.bucket
+import infra.store.bucket_store
 import infra.store.bundles
-import infra.store.s3
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged, Fenced, StoreFailed
-from infra.store.bucket import Timeouts
 from infra.store.bundles import delete_bundle, fetch_bundle, fetch_bundle_files, publish_bundle, verify_while_reading
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
+from infra.store.object_service import Timeouts
 from infra.store.run_record import RunRecord
 from infra.store.runs import Run
 from infra.store.shards import read_shard, write_shard
 from infra.store.verify import stray_files, verify_store
 from tests.support.jobs import TINY
+from tests.support.loopback import free_port
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_proxy import Fault, s3_proxy
-from tests.support.s3_servers import free_port, gateway
+from tests.support.s3_servers import gateway
 
 preload(__name__)
 
 pytestmark = pytest.mark.s3
 
 SHORT = Timeouts(answer_seconds=1, total_seconds=2)
+LISTING = "list-type|comp=list"
+"""Pattern of requests for a page of a listing, on S3 and on Azure."""
 
 
-@pytest.fixture(params=["moto", "rgw"])
+@pytest.fixture(params=["moto", "rgw", "azurite"])
 def server(request, s3_servers):
     return s3_servers.start(request.param)
 
@@ -99,7 +104,7 @@ def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, faul
     weather.faults = [Fault(fault, f"^{method} .*{what}", times=1) for method in methods for what in "ab"]
     assert store.put("shards/a", data) and store.put("shards/b", source)
     assert store.read("shards/a") == data == store.local_path("shards/b").read_bytes()
-    weather.faults = [Fault(fault, "list-type", times=1)]
+    weather.faults = [Fault(fault, LISTING, times=1)]
     assert [(entry.key, entry.bytes) for entry in store.entries("shards/")] == [
         ("shards/a", len(data)),
         ("shards/b", len(data)),
@@ -110,7 +115,7 @@ def test_an_invalid_page_of_a_listing_is_requested_again(store, place, weather):
     for number in range(3):
         store.put(f"manifests/it-000{number}/seal.json", b"{}")
     for names in (lambda: store.entries("manifests/"), lambda: store.children("manifests")):
-        weather.faults = [Fault("page", "list-type", times=1)]
+        weather.faults = [Fault("page", LISTING, times=1)]
         assert len(names()) == 3
     assert store.entries("nothing/") == [] and place.open().children("nothing") == []
     assert {entry.key.partition("/")[0] for entry in store.entries("")} == {"manifests", "warm"}
@@ -118,9 +123,9 @@ def test_an_invalid_page_of_a_listing_is_requested_again(store, place, weather):
 
 def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_known(place, weather):
     store = replace(place, timeouts=SHORT).open()
-    weather.faults = [Fault("page", "list-type")]
+    weather.faults = [Fault("page", LISTING)]
     for _ in ("nothing known", "warm"):
-        with pytest.raises(StoreFailed, match=r"cannot list .* not a ListBucketResult"):
+        with pytest.raises(StoreFailed, match=r"cannot list .*(not a ListBucketResult|invalid list response)"):
             store.entries("manifests/")
         store.put("warm", b"")
 
@@ -176,6 +181,9 @@ def test_an_unusable_store_is_refused_in_one_line_and_nothing_is_written(s3_serv
         assert store.entries("") == []
         assert "the bucket does not exist" in refused("s3://no-such-bucket/runs")
     assert "must have the form s3://bucket/prefix" in refused("s3://")
+    azure = s3_servers.start("azurite").place()
+    azure.open()
+    assert "the container does not exist" in refused("az://no-such-container/runs")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.169.254")
@@ -185,13 +193,14 @@ def test_an_unusable_store_is_refused_in_one_line_and_nothing_is_written(s3_serv
 def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place, weather, tmp_path, monkeypatch):
     store, source = place.open(), tmp_path / "weights"
     source.write_bytes(os.urandom(40 << 20))
-    monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
     store.put("warm", b"")
-    weather.faults = [Fault("503", "PUT .*partNumber=2", times=1), Fault("lost answer", "POST .*uploadId", times=1)]
+    second, commit = "PUT .*(partNumber=2|comp=block(&|$))", "POST .*uploadId|PUT .*comp=blocklist"
+    weather.faults = [Fault("503", second, times=1), Fault("lost answer", commit, times=1)]
     assert store.put("states/0/weights", source) and not store.put("states/0/weights", source)
     assert blake3().update_mmap(store.local_path("states/0/weights")).digest() == blake3(source.read_bytes()).digest()
-    sent = [sum(f"partNumber={part}" in request for request in weather.seen) for part in (1, 2, 3)]
-    assert sent == [1, 2, 1]
+    sent = Counter(part for request in weather.seen for part in re.findall("(?:partNumber|blockid)=([^&]+)", request))
+    assert sorted(sent.values()) == [1, 1, 2], weather.seen
 
 
 def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetched_again(
@@ -297,8 +306,9 @@ def test_a_cached_file_is_fetched_again_only_after_its_object_changes(place, wea
     assert store.local_path("name").read_bytes() == b"second"
 
 
-def test_credentials_and_endpoint_are_read_from_the_configured_profile(server, tmp_path, monkeypatch):
-    place = server.place()
+@pytest.mark.parametrize("kind", ["moto", "rgw"])
+def test_credentials_and_endpoint_are_read_from_the_configured_profile(kind, s3_servers, tmp_path, monkeypatch):
+    place = s3_servers.start(kind).place()
     given = place.environment
     place.open()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
@@ -330,7 +340,7 @@ def test_every_object_is_encrypted_as_configured_in_the_environment(s3_servers, 
     """Write records, leases, and files in one request or in parts. All requests and stored objects are encrypted."""
     for name, value in {"AWS_SERVER_SIDE_ENCRYPTION": kind, **ENCRYPTIONS[kind]}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
@@ -359,7 +369,7 @@ def _put_all_kinds(store, directory):
 def test_a_customer_key_is_sent_with_every_object_that_is_written_or_read(s3_servers, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "sse-c")
     monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", base64.b64encode(bytes(range(32))).decode())
-    monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):
         store = server.place(endpoint=endpoint).open()
@@ -505,7 +515,7 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(place, weather, server
 def test_a_driver_that_cannot_renew_its_lease_stops_and_detects_a_new_holder(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
-        behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, timeouts=SHORT)
+        behind = replace(server.place(endpoint=endpoint), uri=place.uri, timeouts=SHORT)
         with behind.open().lock("lock") as lease:
             weather.faults = [Fault("503", "PUT .*lock")]
             lease.check()
@@ -522,7 +532,7 @@ def test_a_driver_that_cannot_renew_its_lease_stops_and_detects_a_new_holder(ser
 def test_a_lease_is_kept_if_the_server_was_down_longer_than_its_term_and_nobody_took_it(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
-        behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, timeouts=SHORT)
+        behind = replace(server.place(endpoint=endpoint), uri=place.uri, timeouts=SHORT)
         with behind.open().lock("lock") as lease:
             weather.faults = [Fault("lost answer", "PUT .*lock", times=1), Fault("503", "lock")]
             time.sleep(place.lease_seconds + 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-import infra.store.s3
+import infra.store.bucket_store
 from infra.pools.inputs import WorkInputs
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
@@ -93,6 +93,6 @@ def test_cached_copies_of_a_tombstoned_shard_are_not_used(far, monkeypatch):
     assert [run.store.cached_copy(shard.key) is not None for shard in shards] == [False, *[True] * 5]
     with run.lock():
         run.commit(Manifest(key="retention/it-0001"))
-    monkeypatch.setattr(infra.store.s3, "_known_copies", set())
+    monkeypatch.setattr(infra.store.bucket_store, "_known_copies", set())
     WorkInputs(run.store).download(shards)
     assert not any(run.store.cached_copy(shard.key) for shard in shards) and not gets(weather, shards[0].digest)

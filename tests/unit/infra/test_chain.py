@@ -9,9 +9,9 @@ import pytest
 from infra.errors import Damaged
 from infra.store.chain import Chain, check_chain, complete_manifests, linked_parts
 from infra.store.checksums import seal
+from infra.store.local import LocalStore
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
-from infra.store.storage import LocalStore
 
 
 @pytest.fixture

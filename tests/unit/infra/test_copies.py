@@ -6,13 +6,13 @@ from itertools import count
 
 import pytest
 
-import infra.store.storage
+import infra.store.local
 from infra.errors import BadInput, Conflict, Damaged, RunLocked
 from infra.store.copies import copy_run
 from infra.store.disk import publish_file
+from infra.store.local import LocalStore
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, list_runs, open_run
-from infra.store.storage import LocalStore
 from infra.store.verify import verify_store
 from tests.support.jobs import files_of, leftovers_of
 from tests.support.processes import preload, process
@@ -60,7 +60,7 @@ def copy_and_die(source, target, write):
             os.kill(os.getpid(), signal.SIGKILL)
         return publish_file(*arguments, **named)
 
-    infra.store.storage.publish_file = publish
+    infra.store.local.publish_file = publish
     copy(source, target)
 
 

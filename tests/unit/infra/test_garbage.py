@@ -13,10 +13,11 @@ from infra.errors import Damaged, Fenced, RunChanged, RunLocked
 from infra.store.bundles import fetch_bundle
 from infra.store.chain import Chain
 from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, select_runs, tag_run
+from infra.store.local import LocalStore
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from infra.store.shards import read_shard, tombstone_key
-from infra.store.storage import LocalStore, open_store
+from infra.store.storage import open_store
 from infra.store.tombstones import Deleted, check_not_deleted, write_tombstone
 from infra.store.verify import verify_store
 from tests.support.jobs import files_of

@@ -13,10 +13,10 @@ import pytest
 import infra.store.runs
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked
 from infra.store.checksums import seal, unseal
+from infra.store.local import LocalStore
 from infra.store.manifests import Manifest, Provenance
 from infra.store.runs import create_run, list_runs, open_run
 from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import LocalStore
 from tests.support.processes import CONTEXT, kill, preload, process
 
 preload(__name__)

@@ -5,17 +5,26 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from obstore.store import MemoryStore
 
 from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.storage import LocalStore, check_key, open_store
+from infra.store.bucket import Bucket
+from infra.store.bucket_store import BucketStore
+from infra.store.cache import open_cache
+from infra.store.contracts import Store, check_key
+from infra.store.local import LocalStore
+from infra.store.s3 import S3
+from infra.store.storage import open_store
 from tests.support.jobs import wait_for
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_servers import Place
@@ -29,16 +38,41 @@ KINDS = [
     "file_uri",
     pytest.param("moto", marks=pytest.mark.s3),
     pytest.param("rgw", marks=pytest.mark.s3),
+    pytest.param("azurite", marks=pytest.mark.s3),
 ]
 
 
-@pytest.fixture(params=KINDS)
-def place(request, tmp_path, s3_servers):
-    """Empty store. Other kinds of stores are added to the tests here."""
+@dataclass(frozen=True)
+class MemoryPlace(Place):
+    """Bucket in the memory of this process, for requests through obstore without a server."""
+
+    client: MemoryStore = field(default_factory=MemoryStore)
+
+    def open(self) -> Store:
+        os.environ.update(self.environment)
+        return BucketStore(Bucket(self.uri, S3, "", self.client, self.client), open_cache(), self.lease_seconds)
+
+
+def make_place(kind, tmp_path, s3_servers):
+    """Return an empty store of a kind. Other kinds of stores are added to the tests here."""
     root = tmp_path / "a store"
-    if request.param in ("path", "file_uri"):
-        return Place(str(root) if request.param == "path" else root.as_uri())
-    return s3_servers.start(request.param).place()
+    if kind == "memory":
+        return MemoryPlace("memory://bucket", {"RHEOSTAT_CACHE": str(tmp_path / "cache")})
+    if kind in ("path", "file_uri"):
+        return Place(str(root) if kind == "path" else root.as_uri())
+    return s3_servers.start(kind).place()
+
+
+@pytest.fixture(params=["memory", *KINDS])
+def place(request, tmp_path, s3_servers):
+    """Empty store."""
+    return make_place(request.param, tmp_path, s3_servers)
+
+
+@pytest.fixture(params=KINDS)
+def shared_place(request, tmp_path, s3_servers):
+    """Empty store that other processes can open too."""
+    return make_place(request.param, tmp_path, s3_servers)
 
 
 @pytest.fixture
@@ -51,10 +85,15 @@ def test_an_object_reads_back_as_it_was_written_from_bytes_or_a_file(place, tmp_
     store = place.open()
     source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * 10_000)
-    assert store.put("a/bytes", b"\0payload") and store.put("a/file", source) and store.put("a/empty", b"")
+    assert store.put("a/bytes", b"\0payload") and store.put("a/file", source)
     assert store.read("a/bytes") == b"\0payload"
     assert store.read("a/file") == source.read_bytes() == store.local_path("a/file").read_bytes()
     assert store.find("a/file") == source.read_bytes() and store.find("a/none") is None
+
+
+def test_an_empty_object_reads_back_as_an_empty_file(shared_place):
+    store = shared_place.open()
+    assert store.put("a/empty", b"")
     assert store.local_path("a/empty").read_bytes() == store.read("a/empty") == b""
 
 
@@ -167,9 +206,9 @@ def _race(place, number, start, results):
     results.put((number, wins))
 
 
-def test_exactly_one_of_sixteen_racing_processes_writes_each_name(place):
+def test_exactly_one_of_sixteen_racing_processes_writes_each_name(shared_place):
     start, results = CONTEXT.Barrier(16), CONTEXT.Queue()
-    racers = [CONTEXT.Process(target=_race, args=(place, number, start, results)) for number in range(16)]
+    racers = [CONTEXT.Process(target=_race, args=(shared_place, number, start, results)) for number in range(16)]
     try:
         for racer in racers:
             racer.start()
@@ -177,11 +216,26 @@ def test_exactly_one_of_sixteen_racing_processes_writes_each_name(place):
     finally:
         for racer in racers:
             kill(racer)
-    store = place.open()
+    store = shared_place.open()
     for round_ in range(3):
         (winner,) = [number for number, wins in outcomes.items() if wins[round_]]
         assert store.read(f"race/{round_}") == str(winner).encode() * 100_000
     assert [entry.key for entry in store.entries("")] == [f"race/{round_}" for round_ in range(3)]
+
+
+def test_exactly_one_of_eight_threads_writes_each_name_and_gets_the_lock(place):
+    stores = [place.open() for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        wins = [list(threads.map(lambda store, name=name: store.put(name, b"x"), stores)) for name in "abc"]
+        assert [sum(each) for each in wins] == [1, 1, 1]
+
+        def lock(store):
+            with store.lock("lock") as held:
+                together.wait(60)
+                return held is not None
+
+        together = threading.Barrier(8)
+        assert sum(threads.map(lock, stores)) == 1
 
 
 def _write_for_ever(place, attempt, ready):
@@ -193,11 +247,11 @@ def _write_for_ever(place, attempt, ready):
         store.put(f"shards/{attempt}-{number}-{blake3(data).hexdigest()}", data)
 
 
-def test_every_listed_object_is_complete_after_its_writer_was_killed_in_the_middle_of_a_put(place):
-    delays, store = random.Random(0), place.open()
+def test_every_listed_object_is_complete_after_its_writer_was_killed_in_the_middle_of_a_put(shared_place):
+    delays, store = random.Random(0), shared_place.open()
     for attempt in range(10):
         ready = CONTEXT.Event()
-        with process(_write_for_ever, place, attempt, ready):
+        with process(_write_for_ever, shared_place, attempt, ready):
             assert ready.wait(250)
             time.sleep(delays.uniform(0, 0.05))
     for entry in store.entries("shards/"):
@@ -334,10 +388,10 @@ def _hold(place, ready):
         time.sleep(600)
 
 
-def test_a_lock_is_refused_while_its_holder_lives_and_every_process_can_read_its_state(place):
-    ready, store = CONTEXT.Event(), place.open()
+def test_a_lock_is_refused_while_its_holder_lives_and_every_process_can_read_its_state(shared_place):
+    ready, store = CONTEXT.Event(), shared_place.open()
     assert store.lock_state("lock").state == "free"
-    with process(_hold, place, ready) as holder:
+    with process(_hold, shared_place, ready) as holder:
         assert ready.wait(250)
         with store.lock("lock") as lock:
             assert lock is None
@@ -346,7 +400,7 @@ def test_a_lock_is_refused_while_its_holder_lives_and_every_process_can_read_its
         assert status.state == "held" and status.who.startswith(f"process {holder.pid} on ")
     assert wait_for(lambda: store.lock_state("lock").state == "left")
     assert store.lock_state("lock").who == status.who
-    with store.lock("lock") as lock, place.open().lock("lock") as second:
+    with store.lock("lock") as lock, shared_place.open().lock("lock") as second:
         assert lock is not None and second is None
         assert store.lock_state("lock").state == "held"
         lock.check()
@@ -367,13 +421,13 @@ def _hold_and_fork(place, results):
         time.sleep(600)
 
 
-def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(place):
+def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(shared_place):
     results = CONTEXT.Queue()
-    with process(_hold_and_fork, place, results):
+    with process(_hold_and_fork, shared_place, results):
         child = results.get(timeout=250)
     try:
         os.kill(child, 0)
-        with place.open().lock("lock") as held:
+        with shared_place.open().lock("lock") as held:
             assert held
     finally:
         os.kill(child, signal.SIGKILL)

@@ -156,9 +156,11 @@ def test_a_remote_worker_uses_only_its_controllers_store_keys_and_keeps_its_loca
             monkeypatch.setenv(name, value)
         return store_variables()
 
-    told = found_with(AWS_ACCESS_KEY_ID="ours", AWS_WEB_IDENTITY_TOKEN_FILE="/a/file", RHEOSTAT_CACHE="/here")
-    assert told == {"AWS_ACCESS_KEY_ID": "ours", "RHEOSTAT_CACHE": "/here"}
-    own = found_with(AWS_ACCESS_KEY_ID="theirs", AWS_SESSION_TOKEN="theirs", RHEOSTAT_CACHE="/there")
+    ours = {"AWS_ACCESS_KEY_ID": "ours", "AZURE_STORAGE_ACCOUNT_NAME": "ours"}
+    local = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/a/file", "AZURE_FEDERATED_TOKEN_FILE": "/a/file"}
+    told = found_with(**ours, **local, RHEOSTAT_CACHE="/here")
+    assert told == ours | {"RHEOSTAT_CACHE": "/here"}
+    own = found_with(AWS_SESSION_TOKEN="theirs", AZURE_STORAGE_SAS_TOKEN="theirs", RHEOSTAT_CACHE="/there")
     for variables, found in (({}, own), (told, told | {"RHEOSTAT_CACHE": "/there"})):
         Host().construct(COUNTING, {}, variables)
         assert store_variables() == found

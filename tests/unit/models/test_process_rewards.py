@@ -10,8 +10,9 @@ import pytest
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, publish_bundle
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.config.algorithms import Capo
 from models.config.data import ArithmeticData
 from models.config.judges import DirectoryJudge, JudgeReward

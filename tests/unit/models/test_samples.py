@@ -6,8 +6,9 @@ import pyarrow as pa
 import pytest
 
 from infra.errors import Damaged
+from infra.store.contracts import Store
 from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.storage import open_store
 from models.records.schemas import SAMPLE_SCHEMA
 from models.training.samples import open_samples, read_training_rows, weighted_lengths
 from tests.support.training import write_samples

@@ -11,9 +11,9 @@ import pytest
 
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged
+from infra.store.local import LocalStore
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run
-from infra.store.storage import LocalStore
 from tasks.config.run import load_config, override_config
 from tasks.run.keys import DPO, PROMPTS, SFT, StageKey, evaluation_key, reward_model_role
 from tasks.views import run_list

@@ -1,4 +1,4 @@
-"""Classification of failed S3 requests: whether sending the same request again may succeed."""
+"""Classification of failed requests to an object service: whether sending the same request again may succeed."""
 
 import re
 from typing import Final
@@ -9,11 +9,11 @@ from obstore.exceptions import UnauthenticatedError as Unauthenticated
 STATUS: Final = re.compile(r"status code: (\d{3})")
 """Pattern that finds the HTTP status in the message of an error."""
 CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-"""Pattern that finds the S3 error code in the message of an error."""
+"""Pattern that finds the error code in the message of an error."""
 _PASSING_STATUSES: Final = {408, 409, 429, 500, 502, 503, 504}
 _PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
-"""S3 error codes of temporary failures with HTTP status 400 or 403. Requests that fail with them are retried, as in the
-AWS SDKs."""
+"""Error codes of S3 for temporary failures with HTTP status 400 or 403. Requests that fail with them are retried, as in
+the AWS SDKs."""
 
 
 class Unsettled(BaseError):
