@@ -22,6 +22,8 @@ _Arrangement = tuple[dict[str, int], dict[str, object]]
 CHECK_SECONDS = 0.5
 """Interval in seconds between two checks for more worker slots, or for a worker of another process that this process
 can use."""
+FIND_SECONDS = 30.0
+"""Maximum time in seconds that one check waits for the response of a worker of another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,27 +358,31 @@ class Fleet:
         return await self._pools[assignment.role].get_slot(assignment.first).sleep()
 
     async def _find_awake_workers(self) -> None:
+        """Look for awake workers of another process until no work waits. Each time the workers have twice as long to
+        respond, so that a stopped worker delays the first checks only a little and slow workers are found later."""
+        seconds = CHECK_SECONDS
         try:
             while not self._arranges and any(pool.waiting for pool in self._pools.values()):
                 finding = [
-                    self._find(pool, index, generation)
+                    self._find(pool, index, generation, seconds)
                     for role, pool in self._pools.items()
                     if pool.waiting
                     for index, generation in (await self._launcher.list_generations(role)).items()
                 ]
                 await asyncio.gather(*finding)
                 await asyncio.sleep(CHECK_SECONDS)
+                seconds = min(2 * seconds, FIND_SECONDS)
         finally:
             self._finding = None
 
-    async def _find(self, pool: Pool, index: int, generation: int) -> None:
+    async def _find(self, pool: Pool, index: int, generation: int, seconds: float) -> None:
         """Add a worker of another process to a slot of the pool, if the worker is awake. If it does not respond in
-        time, it is tried again at the next check."""
+        `seconds`, it is tried again at the next check."""
         slot = pool.get_slot(index)
         if slot.wanted:
             return
         with contextlib.suppress(WorkerLost, TimeoutError):
-            async with asyncio.timeout(CHECK_SECONDS):
+            async with asyncio.timeout(seconds):
                 worker = slot.worker
                 if worker is None or slot.generation != generation:
                     worker = await self._launcher.find(pool.spec, f"{pool.spec.role}-{index}-{generation}")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from infra.errors import ClusterFailed, NodeLost
-from infra.pools.fleet import Fleet
+from infra.pools.fleet import CHECK_SECONDS, Fleet
 from infra.pools.launcher import SlotCount
 from infra.pools.threads import ThreadLauncher
 from infra.pools.worker import PoolSpec, _first_cause
@@ -55,6 +55,28 @@ async def opened():
 
     yield open_fleet
     for fleet in fleets:
+        await fleet.close()
+
+
+class SlowToRespond(Machines):
+    """Machines with a worker of another process, which takes longer to respond than the interval between two checks."""
+
+    async def find(self, spec, name):
+        await asyncio.sleep(1.5 * CHECK_SECONDS)
+        worker = await self._threads.start(spec, name, slot=0)
+        await worker.wake(None, stall_seconds=300)
+        return worker
+
+    async def list_generations(self, role):
+        return {0: 0} if role == "rollout" else {}
+
+
+async def test_a_worker_of_another_process_that_responds_slowly_is_found():
+    specs = [PoolSpec(role, "tests.support.workers:Counting") for role in ("rollout", "judge")]
+    fleet = Fleet(specs, SlowToRespond(), SlotCount(4))
+    try:
+        assert (await asyncio.wait_for(fleet.role("rollout").run("echo", 7, returns=int), 200)).result == 7
+    finally:
         await fleet.close()
 
 
