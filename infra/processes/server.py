@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -32,8 +33,9 @@ ERROR_LINES = 12
 """Number of lines from the end of the log that are included in an error message."""
 PORT_ATTEMPTS = 3
 ADDRESS_IN_USE = os.strerror(errno.EADDRINUSE).lower()
-CODE_SECONDS = 1.0
-"""Maximum time in seconds to wait for the guard process to report the exit code of a command."""
+CODE_SECONDS = 30.0
+"""Maximum time in seconds to wait for the guard process to report the exit code of a command. If the guard has ended,
+no code is awaited."""
 
 
 class OwnedProcess:
@@ -73,6 +75,16 @@ class OwnedProcess:
             process = self._process
             return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
+
+    def await_exit_code(self) -> int | None:
+        """Wait until the guard has reported the exit code of a command that has ended, and return the code. Return None
+        if the guard was killed, or does not report within `CODE_SECONDS`."""
+        deadline, stdout = time.monotonic() + CODE_SECONDS, self._guard.stdout
+        assert stdout is not None, "the stdout of a guard is a pipe"
+        while self.exit_code() is None and time.monotonic() < deadline:
+            if select.select([stdout], [], [], POLL_SECONDS / 4)[0]:  # closed, because the guard has ended
+                break
+        return self.exit_code()
 
     def exit_code(self) -> int | None:
         """Return the exit code of the command (negative for a signal) if it has ended by itself, otherwise None."""
@@ -205,10 +217,7 @@ def _await_ready(process: OwnedProcess, launch: Launch, port: int, on_progress: 
 
 
 def _describe_end(process: OwnedProcess) -> str:
-    deadline = time.monotonic() + CODE_SECONDS
-    while process.exit_code() is None and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS / 4)
-    code = process.exit_code()
+    code = process.await_exit_code()
     if code is None:
         return ""
     return f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"

@@ -1,6 +1,7 @@
 """Servers of the tests, with a family of processes."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import psutil
 
 from infra.processes import guard
 from infra.processes.server import Launch
+from tests.support.jobs import PATIENCE
 
 SERVE = """
 import http.server, sys
@@ -55,6 +57,18 @@ def serve_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
             server.shutdown()
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a port of the loopback interface for a server that is yet to start.
+
+    The kernel gives a port that is bound to no other process. Servers that set SO_REUSEADDR can still listen on it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 def is_answering(port):
     try:
         return httpx.get(f"http://127.0.0.1:{port}", timeout=1, trust_env=False).status_code == 200
@@ -62,7 +76,7 @@ def is_answering(port):
         return False
 
 
-def launch(program, *, start_seconds=20.0, **changes):
+def launch(program, *, start_seconds=PATIENCE, **changes):
     fields = {
         "what": "the small server",
         "command": lambda port: [sys.executable, "-c", program, str(port)],

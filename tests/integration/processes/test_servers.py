@@ -1,5 +1,6 @@
 """Processes of servers: how they start, what their owner learns, and that no process outlives the owner."""
 
+import itertools
 import os
 import signal
 import socket
@@ -9,21 +10,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
 
 from infra.errors import WorkerFailed, WorkerLost
 from infra.processes.server import OwnedProcess, free_ports, start
-from tests.support.jobs import kill, list_running, wait_for
+from tests.support.jobs import is_alive, kill, list_running, wait_for
 from tests.support.servers import FAMILY, SERVE, guards_of, is_answering, launch
 
 pytestmark = pytest.mark.system
 
 SLOW = """
-import time
+import pathlib, sys, time
 for step in range(1, 6):
     print("step", step, "of a long start" if step == 5 else "", flush=True)
+pathlib.Path(sys.argv[2]).touch()
 time.sleep(1000)
 """
 
@@ -31,7 +34,7 @@ OBEDIENT = """
 import pathlib, time
 print("waits", flush=True)
 while not pathlib.Path("write").exists():
-    sum(range(30_000))  # some CPU, as servers use that look at their queues
+    sum(range(10_000))  # some CPU, as servers use that look at their queues
     time.sleep(0.02)
 print("wrote", flush=True)
 while not pathlib.Path("busy").exists():
@@ -56,7 +59,7 @@ def family(pid):
 
 def are_gone(processes) -> bool:
     """Wait until processes have ended."""
-    return wait_for(lambda: not list_running(processes), seconds=60, every=0.05)
+    return wait_for(lambda: not list_running(processes), every=0.05)
 
 
 @contextmanager
@@ -71,7 +74,7 @@ def python(program: str) -> "Iterator[tuple[subprocess.Popen[str], list[str]]]":
 
 def test_a_server_is_started_answers_and_is_stopped():
     process, port = serve(SERVE)
-    assert is_answering(port)
+    assert wait_for(lambda: is_answering(port))
     assert process.alive()
     assert process.tail(3) == ("serving",)
     process.stop()
@@ -284,17 +287,32 @@ def test_a_server_killed_during_its_start_is_reported_with_the_signal():
         serve("import os; os.kill(os.getpid(), 9)")
 
 
-def test_a_server_that_starts_too_slowly_is_ended_and_its_last_lines_are_reported():
-    ports = []
+def test_the_signal_that_ended_a_server_is_reported_even_if_the_guard_notices_the_end_late(tmp_path):
+    def kill_while_the_guard_is_stopped(port):
+        [server] = [process for process in psutil.process_iter() if str(tmp_path) in _words(process)]
+        guard = server.parent()
+        guard.suspend()
+        server.kill()
+        assert wait_for(lambda: not is_alive(server.pid))
+        Timer(2, guard.resume).start()
+        return False
 
-    def remember(port):
-        ports.append(port)
-        return [sys.executable, "-uc", SLOW, str(port)]
+    command = [sys.executable, "-c", "import time; time.sleep(1000)", str(tmp_path)]
+    with pytest.raises(WorkerLost, match="ended by SIGKILL before it was ready"):
+        serve("", command=lambda port: command, ready=kill_while_the_guard_is_stopped)
 
-    expected = r"^the small server was not ready within 4 s\. The log ends with: .*step 4 \| step 5 of a long start$"
+
+def test_a_server_that_starts_too_slowly_is_ended_and_its_last_lines_are_reported(tmp_path):
+    printed = tmp_path / "printed"
+    expected = r"^the small server was not ready within 0\.5 s\. The log ends with: .*step 4 \| step 5 of a long start$"
     with pytest.raises(WorkerFailed, match=expected):
-        serve("", command=remember, start_seconds=4)
-    assert not [process for process in psutil.process_iter() if str(ports[0]) in _words(process)]
+        serve(
+            "",
+            command=lambda port: [sys.executable, "-uc", SLOW, str(port), str(printed)],
+            ready=lambda port: not wait_for(printed.exists),
+            start_seconds=0.5,
+        )
+    assert not [process for process in psutil.process_iter() if str(printed) in _words(process)]
 
 
 def test_a_missing_program_is_reported():
@@ -326,18 +344,22 @@ def stirs_within(process, *, seconds=0.5):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_start_reports_progress_only_while_the_server_is_active(works, tmp_path):
-    beats = []
+    begun, beats, looks = tmp_path / "begun", [], itertools.count()
     program = f"""
-import time
-print(time.monotonic(), file=open({str(tmp_path / "begun")!r}, "w"), flush=True)
+import pathlib, time
+pathlib.Path({str(begun)!r}).touch()
 while True:
     time.sleep(0.1 if {works} else 1000)
     print("works", flush=True)
 """
-    with pytest.raises(WorkerFailed, match=r"was not ready within 4 s"):
-        serve(program, start_seconds=4, on_progress=lambda: beats.append(time.monotonic()))
-    begun = float((tmp_path / "begun").read_text())
-    assert any(beat > begun + 0.6 for beat in beats) == works  # before that, the interpreter itself starts
+
+    def has_seen_enough(port):
+        wait_for(begun.exists)
+        return len(beats) > 2 if works else next(looks) > 10
+
+    process, _ = serve(program, ready=has_seen_enough, on_progress=lambda: beats.append(True))
+    process.stop()
+    assert works or len(beats) <= 1, "the first look also counts the start of the interpreter"
 
 
 def test_a_port_that_is_no_longer_free_is_replaced_by_the_next_port():
