@@ -30,7 +30,7 @@ def continued(reference, tmp_path_factory):
 
     def late(open_run, iteration):
         if iteration.number == 3:
-            assert wait_for((job.run / "manifests/it-0004/update.json").exists, seconds=120)
+            assert wait_for((job.run / "manifests/it-0004/update.json").exists)
         return seal(open_run, iteration)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-import models.workers.update
+from models.workers.update import UpdateWorker
 from tasks.verification.invariants import verify_run
 from tests.support.chaos import Strike, attempt, problems_after, run_once, writes_of
 from tests.support.jobs import bundles_of, manifest_of, wait_for, works_of
@@ -17,29 +17,33 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]
 BATCHES = 2
 """Shards that an iteration generates, in any order."""
 
-SLOW_SECONDS = 8
-"""Seconds of a sync during which nothing is generated, as after the last update."""
-
 
 def shards_written(home):
     return sum(name.startswith("shards/") for name in writes_of(home))
 
 
 def attempt_on_slow_disk(home, api, strike, overrides):
-    """Run the job so that weights become durable while an iteration uses them, and never if the process dies."""
-    sync = models.workers.update.sync_bundle
+    """Run the job so that weights become durable while an iteration uses them, and never if the process dies.
 
-    def generated_since(before):
+    After the last update of a run no iteration uses the weights, so they become durable at once.
+    """
+    update, sync, awaited = UpdateWorker.update, UpdateWorker.sync, 0
+
+    def remember(worker, work):
+        nonlocal awaited
+        outcome = update(worker, work)
+        awaited = 0 if work.is_last else shards_written(home) + BATCHES
+        return outcome
+
+    def is_used():
         dying = strike is not None and strike.write in writes_of(home)  # a write is logged before it happens
-        return shards_written(home) >= before + BATCHES and not dying
+        return shards_written(home) >= awaited and not dying
 
-    def slow(store, ref):
-        before = shards_written(home)
-        if ref.key.startswith("policies/"):
-            wait_for(lambda: generated_since(before), seconds=SLOW_SECONDS)
-        sync(store, ref)
+    def slow(worker, bundles):
+        assert wait_for(is_used)
+        return sync(worker, bundles)
 
-    models.workers.update.sync_bundle = slow
+    UpdateWorker.update, UpdateWorker.sync = remember, slow
     attempt(home, api, strike, overrides)
 
 

@@ -170,7 +170,7 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
     while code == -signal.SIGKILL:
         copy = copy_job(job, tmp_path / f"{change}")
         with process(forget_and_die, copy.store, ids, change) as child:
-            child.join(60)
+            child.join()
             code = child.exitcode
         with open_run(str(copy.store), "tiny").lock() as run:
             assert len(rollouts(copy)) == len(rollouts(job))

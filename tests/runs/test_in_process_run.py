@@ -8,6 +8,7 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
+import tasks.reporting
 import tasks.run.open_run
 from flows.cli.train import run_flow
 from infra.errors import BadInput
@@ -27,7 +28,9 @@ def test_a_run_in_threads_leaves_no_temporary_file(reference):
 
 
 @pytest.mark.system
-def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_run(reference, prefect_api):
+def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_run(reference, prefect_api, monkeypatch):
+    for limit in ("PAGES_SECONDS", "LAST_PAGE_SECONDS"):
+        monkeypatch.setattr(tasks.reporting, limit, 600.0)  # on a slow machine the three reports take longer
     run = open_run(str(reference.store), "tiny")
     settings = parse_config(
         {**run.record.config, "name": "tiny", "store": str(reference.store), "iterations": 3}, source="tiny"

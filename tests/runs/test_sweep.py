@@ -47,7 +47,7 @@ def test_a_killed_sweep_continues_and_a_failed_point_stops_no_other(command, tmp
         first.send_signal(signal.SIGKILL)
     finally:
         kill(first)
-    assert wait_for(lambda: not any(is_alive(process.pid) for process in family), seconds=60), "they end with it"
+    assert wait_for(lambda: not any(is_alive(process.pid) for process in family)), "they end with it"
     before = files_of(store / KILLED / "manifests" / "it-0001")
 
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -64,5 +64,5 @@ async def until(holds: Callable[[], object], *, seconds: float = PATIENCE) -> bo
 
 
 async def wait_until_gone(*pids: int) -> bool:
-    """Wait until no process runs. Return False if one still runs after a minute."""
-    return await until(lambda: not any(map(is_alive, pids)), seconds=60)
+    """Wait until no process runs. Return False if one still runs at the end."""
+    return await until(lambda: not any(map(is_alive, pids)))

@@ -426,8 +426,8 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
             start_new_session=True,
         )
     try:
-        wait_for(lambda: server.poll() is not None or _answers(f"{url}/health"), seconds=600, every=0.1)
-        assert server.poll() is None, (home / "output").read_text()
+        ended = wait_for(lambda: answers(f"{url}/health") or server.poll() is not None, every=0.1)
+        assert ended and server.poll() is None, (home / "output").read_text(errors="replace")
         if not MADE_DATABASE.exists():
             _copy_database(database, MADE_DATABASE)
         yield url
@@ -451,7 +451,8 @@ def _copy_database(source: Path, target: Path) -> None:
     half.replace(target)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Return whether a server answers a request to this address at once."""
     try:
         with urllib.request.urlopen(url, timeout=2):
             return True

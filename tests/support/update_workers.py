@@ -1,6 +1,5 @@
 """Update workers for tests: one worker in this process, or several ranks in processes of their own."""
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from models.records.work import EstimateWork, PreferenceWork, RewardModelWork, U
 from models.workers.update import UpdateWorker
 from tests.support.jobs import wait_for
 from tests.support.processes import preload
+from tests.support.servers import reserved_port
 from tests.support.training import write_samples
 
 preload("models.workers.update", "tests.support.training")  # not DeepSpeed: it chooses its accelerator when imported
@@ -50,11 +50,6 @@ def change(config: Config, **settings: object) -> Config:
     return config.model_copy(update=settings)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def start_worker(
     uri: str,
     config: UpdateConfig = CONFIG,
@@ -71,8 +66,17 @@ def start_worker(
     worker = UpdateWorker(
         uri, "run", update=config, algorithm=algorithm, temperature=temperature, denoising=denoising, threads=1
     )
-    worker.join(rank, ranks, "127.0.0.1", port or free_port())
+    if port:
+        worker.join(rank, ranks, "127.0.0.1", port)
+    else:
+        join_alone(worker)
     return worker
+
+
+def join_alone(worker: UpdateWorker) -> None:
+    """Make a worker the only rank."""
+    with reserved_port() as port:
+        worker.join(0, 1, "127.0.0.1", port)
 
 
 def update_work(uri: str, policy: ModelVersion, *, reference: ModelVersion | None = None, **samples) -> UpdateWork:
@@ -171,7 +175,8 @@ class Job:
 def start_ranks(job: Callable[..., None], uri: str, *args: object, ranks: int = 2) -> None:
     """Run `job(rank, ranks, port, uri, *args)` in a process for each rank."""
     method = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot use CUDA after its parent has
-    mp.start_processes(job, args=(ranks, free_port(), uri, *args), nprocs=ranks, start_method=method)
+    with reserved_port() as port:
+        mp.start_processes(job, args=(ranks, port, uri, *args), nprocs=ranks, start_method=method)
 
 
 def run_on_ranks(uri: str, jobs: Mapping[str, Job], *, ranks: int = 2) -> dict[str, list[Outcome]]:

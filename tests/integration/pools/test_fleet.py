@@ -46,8 +46,6 @@ class Shared:
                 role=role,
                 target=f"tests.support.fleet_workers:{target}",
                 options={"role": role, "home": home},
-                start_seconds=60,
-                stall_seconds=30,
                 slots=width,
             )
             for role, width, target in zip(shared.names, widths, targets, strict=True)
@@ -190,6 +188,7 @@ async def test_idle_workers_leave_first_and_busy_workers_end_their_work(shared):
     (first,) = await shared.arrange(1, 1)
     assert (first.slot, first.before, first.after) == (idle, *shared.names)
     second = asyncio.create_task(shared.arrange(0, 2))
+    assert await until(lambda: not any(slot.wanted for slot in shared.rollout.slots.values()))
     await asyncio.sleep(0.2)
     assert shared.awake == (1, 1)
     held.unlink()
@@ -313,6 +312,7 @@ async def test_a_sleeping_or_idle_worker_that_is_killed_is_started_again_when_it
     for pid in (*sleeping, idle):
         os.kill(pid, signal.SIGKILL)
     assert await until(lambda: len(shared.rollout.pids) == 2 and idle not in shared.rollout.pids)
+    assert await until(lambda: not any(slot.worker for slot in shared.judge.slots.values()))
     moves = await shared.arrange(0, 2)
     assert [(move.how, move.error) for move in moves] == [("start", None)] * 2
 
@@ -332,7 +332,7 @@ async def test_a_worker_killed_at_its_last_work_leaves_and_its_work_waits_for_an
     assert await until(reached)
     (slot,) = shared.fleet.allocation()[shared.names[0]]
     arranging = asyncio.create_task(shared.arrange(0, 2))
-    await asyncio.sleep(0.1)
+    assert await until(lambda: not shared.rollout.slots[slot].wanted)
     os.kill(shared.rollout.slots[slot].worker.place.pid, signal.SIGKILL)
     (move,) = await arranging
     assert (move.error, shared.awake) == (None, (0, 2))
@@ -371,7 +371,7 @@ async def test_an_arrangement_that_changes_nothing_needs_no_answer_of_a_worker(s
     for pid in (*shared.rollout.pids, *shared.judge.pids):
         os.kill(pid, signal.SIGSTOP)
     try:
-        assert await asyncio.wait_for(shared.arrange(1, 1), 20) == ()
+        assert await shared.arrange(1, 1) == ()
     finally:
         for pid in (*shared.rollout.pids, *shared.judge.pids):
             os.kill(pid, signal.SIGCONT)
@@ -431,7 +431,7 @@ async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluste
         judged = asyncio.create_task(work(judge))
         print((await work(rollout)).pid, judged.done(), flush=True)
         print((await judged).pid, flush=True)
-        again = await asyncio.wait_for(work(rollout), 30)
+        again = await work(rollout)
         print(again.pid, again.attempts, flush=True)
         """,
         options=f"{cluster.namespace!r}, address={cluster.address!r}",

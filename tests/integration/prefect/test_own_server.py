@@ -51,14 +51,14 @@ def test_a_flow_ends_with_a_named_error_if_its_prefect_server_fails_and_still_ob
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=output)
     try:
-        assert wait_for(lambda: "runs" in (tmp_path / "output").read_text() or process.poll() is not None, seconds=120)
+        assert wait_for(lambda: "runs" in (tmp_path / "output").read_text() or process.poll() is not None)
         (server,) = [child for child in psutil.Process(process.pid).children() if "flows.cli.server" in child.cmdline()]
         server.send_signal(fate)
         if interrupt is not None:
             process.send_signal(interrupt)
-        assert process.wait(120) == code  # Prefect's own patience is minutes
+        assert process.wait() == code
         assert re.search(told, (tmp_path / "output").read_text())
         assert wait_for(lambda: not list_running([server]))
     finally:
         process.kill()
-        process.wait(60)
+        process.wait()

@@ -56,6 +56,13 @@ def messages_of(server: Server, *runs: str) -> list[str]:
     return [entry["message"] for entry in entries]
 
 
+def await_message(server: Server, run: str, text: str) -> list[str]:
+    """Wait until a log message of a flow run contains a text, because Prefect sends messages a moment after they are
+    logged, and return all messages."""
+    assert wait_for(lambda: text in "".join(messages_of(server, run)), every=0.5)
+    return messages_of(server, run)
+
+
 def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
     """Return the process in which a worker runs a flow."""
     assert wait_for(lambda: psutil.Process(worker.pid).children())
@@ -224,7 +231,7 @@ def test_a_deployed_run_has_the_name_of_its_job_and_logs_bad_input_in_its_last_l
         slip = "BadInput: policy /nowhere: no such directory"
         assert server.ends(run).startswith(f"Failed: Flow run encountered an exception: {slip}")
         assert server.get(f"/flow_runs/{run}")["name"] == name
-        messages = messages_of(server, run)
+        messages = await_message(server, run, slip)
         assert slip in messages[-1] and not [message for message in messages if "Traceback" in message]
     assert not (tmp_path / "tiny").exists()
 

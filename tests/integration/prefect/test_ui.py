@@ -13,7 +13,7 @@ from tests.support.browsers import BROWSER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 240_000
 
 pytestmark = [
     pytest.mark.system,

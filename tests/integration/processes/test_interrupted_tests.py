@@ -10,7 +10,7 @@ import pytest
 from tests.support.jobs import ROOT, is_alive, wait_for
 from tests.support.processes import die_with_parent
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.system
 
 PROGRAMS = {
     "a process of the fork server": """
@@ -54,7 +54,7 @@ def test_what_a_test_has_started_ends_with_the_test_process(program, number, tmp
             started = int(tester.stdout.readline().split()[0])
             assert is_alive(started)
             tester.send_signal(number)
-            tester.wait(60)
+            tester.wait()
         finally:
             tester.kill()
-    assert wait_for(lambda: not is_alive(started), seconds=60)
+    assert wait_for(lambda: not is_alive(started))

@@ -132,8 +132,8 @@ def test_only_allowed_tools_of_a_server_are_shown_and_called(settings):
     ("how", "seconds", "reason"),
     [
         ("die", 20, "ServerFailed: Connection closed"),
-        ("hang", 5, "the environment did not respond within 5 s"),
-        ("garbage", 5, "the environment did not respond within 5 s"),
+        ("hang", 10, "the environment did not respond within 10 s"),
+        ("garbage", 10, "the environment did not respond within 10 s"),
     ],
 )
 def test_a_broken_server_fails_its_episode_and_is_restarted(how, seconds, reason):

@@ -10,7 +10,7 @@ from threading import Event as Flag
 from threading import Thread
 
 import pytest
-from prefect.events import Event
+from prefect.events import Event, emit_event
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 
@@ -51,19 +51,20 @@ def asking(restored):
 def events_seen(prefect_api):
     """Events of our registries and budgets that a subscriber receives during the test."""
     events, listens, ends = list[Event](), Flag(), list[Callable[[], object]]()
+    probe = {"event": "rheostat.registry.probe", "resource": {"prefect.resource.id": "rheostat.tests"}}
 
     async def listen():
         ends.append(partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel))
         ours = EventFilter(event=EventNameFilter(prefix=["rheostat.registry.", "rheostat.budget."]))
         async with get_events_subscriber(filter=ours) as subscriber:
-            listens.set()
             async for event in subscriber:
-                events.append(event)
+                listens.set() if event.event == probe["event"] else events.append(event)
 
     with prefect_at(prefect_api):
         listener = Thread(target=copy_context().run, args=(cancellable, listen()), daemon=True)
         listener.start()
-    assert listens.wait(60)
+        while not listens.wait(1):
+            emit_event(**probe)  # the server sends no event that is older than the subscription
     yield events
     ends[0]()
     listener.join()

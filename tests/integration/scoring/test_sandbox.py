@@ -24,6 +24,7 @@ from models.environments.pool import start_process
 from models.rewards.code import CodeJudge
 from models.rewards.evaluate import Case, Evaluator, check_rewards
 from tests.support import hostile_rewards
+from tests.support.jobs import wait_for
 from tests.support.sandboxes import needs_sandbox
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
@@ -92,9 +93,9 @@ def no_traces(secret: Path) -> Iterator[None]:
     """Check that the test leaves no process behind, and no file next to the secret."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    assert set(psutil.Process().children(recursive=True)) == before
-    seconds = secret.name.rpartition("-")[2]
-    assert [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]] == []
+    sleep = ["sleep", secret.name.rpartition("-")[2]]
+    assert wait_for(lambda: set(psutil.Process().children(recursive=True)) == before)
+    assert wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == sleep])
     assert [path.name for path in secret.parent.iterdir()] == [secret.name]
 
 

@@ -43,7 +43,7 @@ from tests.support.pictures import picture
 from tests.support.policies import write_policy
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.seeing import logits_of
-from tests.support.update_workers import free_port
+from tests.support.update_workers import join_alone
 from tests.support.vision import picture as noise
 from tests.support.vision import write_seeing
 
@@ -317,7 +317,7 @@ def train_judge(home: Path, warmup: SupervisedWarmup) -> tuple[JudgeReward, Mode
     )
     assert prepared.metrics["parameters"] == parameters
     worker = UpdateWorker(str(home), "run", update=UpdateConfig(), algorithm=Grpo(), temperature=1.0, threads=1)
-    worker.join(0, 1, "127.0.0.1", free_port())
+    join_alone(worker)
     work = JudgeWarmupWork(judge=prepared.model, reward=reward, data=data, warmup=warmup, seed=0)
     return reward, prepared.model, worker.warm_judge(work).model
 

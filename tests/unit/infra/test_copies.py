@@ -68,7 +68,7 @@ def copy_and_die(source, target, write):
 def test_a_killed_copy_is_not_a_run_and_the_next_copy_continues(source, tmp_path, write):
     target = tmp_path / "target"
     with process(copy_and_die, source, target, write) as child:
-        child.join(250)
+        child.join()
     assert child.exitcode == -signal.SIGKILL
     assert list_runs(str(target)) == []
     made = copy(source, target)

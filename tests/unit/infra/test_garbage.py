@@ -160,7 +160,7 @@ def collect_and_die(home, deletion, what):
 )
 def test_a_collector_killed_while_deleting_damages_nothing_and_the_next_collector_finishes(home, target, deletion):
     with process(collect_and_die, home, deletion, target) as child:
-        child.join(250)
+        child.join()
     assert child.exitcode == -signal.SIGKILL
     run = open_run(str(home), "r")
     assert verify_store(run) == [] and find_garbage(run)

@@ -106,7 +106,7 @@ def read_and_die(store, bundle):
 def test_a_reader_that_was_killed_keeps_no_files(run):
     commit_version(run, 0, weights=0)
     with process(read_and_die, run.store.uri, empty_bundle(0)) as child:
-        child.join(250)
+        child.join()
     assert len(run.store.entries("readers/")) == 1
     assert retire_bundles(run, [empty_bundle(0)]) == []
     assert stored_bundles(run, range(1)) == [] and run.store.entries("readers/") == []
