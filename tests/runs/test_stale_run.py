@@ -18,7 +18,7 @@ def overlapped(tmp_path_factory, together, prefect_api):
     def late(worker, work):
         following = f"it-{work.iteration + 1:04d}"
         if work.iteration < 3:
-            assert wait_for((home / f"store/tiny/manifests/{following}/rollout/0000.json").exists, seconds=120)
+            assert wait_for((home / f"store/tiny/manifests/{following}/rollout/0000.json").exists)
             (home / "waited").open("a").write(f"{following}\n")
         return update(worker, work)
 
