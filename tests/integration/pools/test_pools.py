@@ -170,7 +170,7 @@ async def test_work_that_kills_every_worker_is_given_up_after_the_allowed_restar
 
 @pytest.mark.parametrize("how", ["endless loop", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 async def test_a_worker_without_progress_is_killed_and_its_work_done_elsewhere(cluster, tmp_path, how):
-    pool = await cluster.pool(spec(stall_seconds=3, size=2))
+    pool = await cluster.pool(spec(stall_seconds=3, max_restarts=100, size=2))
     if how == "SIGSTOP":
         stopped = pool.pids[0]
         os.kill(stopped, signal.SIGSTOP)
