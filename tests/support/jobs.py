@@ -452,9 +452,9 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server answers a request to this address at once."""
+    """Return whether a server answers a request to this address."""
     try:
-        with urllib.request.urlopen(url, timeout=2):
+        with urllib.request.urlopen(url, timeout=30):
             return True
     except (urllib.error.URLError, OSError):
         return False

@@ -55,14 +55,14 @@ def open_websocket(
     place = urlsplit(api)
     to = socket.create_connection((place.hostname, place.port), timeout=30)
     url = f"ws://{name or place.netloc}/api{path}"
-    with connect(url, sock=to, origin=origin, subprotocols=["prefect"], proxy=None) as websocket:
+    with connect(url, sock=to, origin=origin, subprotocols=["prefect"], proxy=None, open_timeout=None) as websocket:
         yield websocket
 
 
 def authenticate(websocket: ClientConnection, password: str | None) -> str:
     """Send a password as Prefect's clients do, and return the server's answer."""
     websocket.send(json.dumps({"type": "auth", "token": password}))
-    return str(json.loads(websocket.recv(30))["type"])
+    return str(json.loads(websocket.recv())["type"])
 
 
 @pytest.mark.parametrize("auth", [None, ("tests", "wrong"), ("", "")])
