@@ -121,6 +121,14 @@ def test_an_invalid_page_of_a_listing_is_requested_again(store, place, weather):
     assert {entry.key.partition("/")[0] for entry in store.entries("")} == {"manifests", "warm"}
 
 
+def test_a_listing_with_a_multiple_of_100_names_is_complete(place, weather):
+    store, other = place.open(), place.open()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: store.put(f"a/{number:03}", b""), range(100)))
+    store.put("z", b"")
+    assert other.exists("z") and len(other.entries("a/")) == 100 and len(other.children("a")) == 100
+
+
 def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_known(place, weather):
     store = replace(place, timeouts=SHORT).open()
     weather.faults = [Fault("page", LISTING)]
