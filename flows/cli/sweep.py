@@ -1,7 +1,4 @@
-"""Command that trains a configuration at several points, each as a separate run in a separate process.
-
-`python -m flows.cli.sweep PID train …` is such a process. It ends when the process PID ends for any reason.
-"""
+"""Command that trains a configuration at several points, each as a separate run in a separate process."""
 
 import json
 import os
@@ -23,7 +20,6 @@ from flows.cli.train import AcceptChange, JobArguments
 from infra.counts import format_count
 from infra.errors import BadInput, RheostatError, RunsFailed
 from infra.processes.guard import guarded_directory
-from infra.runner import die_with_parent
 from infra.terminal import Json, parse_whole_number, table, wrap_text, write
 from infra.untrusted_text import make_visible
 
@@ -211,7 +207,7 @@ def _start_run(
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli.sweep", str(os.getpid()), *words],
+            [sys.executable, "-P", "-m", "flows.cli.sweep_run", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=output,
@@ -242,17 +238,3 @@ def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
         process.kill()
-
-
-def main() -> int:
-    """Train one run of a sweep, as a child process. The command line contains the id of the parent process and the
-    arguments of `rheostat train`. Return the exit code."""
-    parent, *words = sys.argv[1:]
-    die_with_parent(int(parent))
-    from flows.cli.app import main as rheostat
-
-    return rheostat(words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

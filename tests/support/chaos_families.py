@@ -244,7 +244,7 @@ def plan_sweep(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> 
             if fault is None or count_files(job.store) < fault.files:
                 return False
             family.extend(process_tree(command.pid)[1:])
-            runs = [each for each in family if is_alive(each.pid) and "flows.cli.sweep" in each.cmdline()]
+            runs = [each for each in family if is_alive(each.pid) and "flows.cli.sweep_run" in each.cmdline()]
             (runs[0] if fault.of_run and runs else command).kill()
             return True
 
