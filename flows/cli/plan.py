@@ -13,7 +13,6 @@ from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.inputs import format_path
 from infra.store.storage import open_store
-from models.config.teachers import Distillation
 from tasks.config.gpus import find_default_float32, find_memory_conflicts, gpu_layout, library_bytes
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import describe_file_rules
@@ -91,11 +90,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "engine": rollout.engine.describe(pools),
         **{f"judge {term}": _describe_judge(config, term, facts) for term in config.scoring.model_rewards},
         "scoring": format_count(pools.scoring_workers, "worker"),
-        **(
-            {}
-            if config.algorithm.distillation is None
-            else {"teacher": _describe_teacher(config.algorithm.distillation, facts)}
-        ),
+        **_describe_teacher(config, facts),
         "update": f"{format_count(pools.update_ranks, 'rank')} with {_format_update_memory(config, facts)} each, "
         f"ZeRO {update.zero_stage}, {update.dtype}"
         + (f", sequence-parallel groups of {update.sequence_parallel}" if update.sequence_parallel > 1 else ""),
@@ -366,34 +361,37 @@ def _describe_judge(config: RunConfig, term: str, facts: dict[str, float]) -> st
     return f"{size}{reward.model.kind}, {answers}, {where}"
 
 
-def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> str:
+def _describe_teacher(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+    if (distillation := config.algorithm.distillation) is None:
+        return {}
     directory, endpoint = distillation.teacher.local_model, distillation.teacher.endpoint
     if endpoint is not None:
-        return f"endpoint, {endpoint.base_url}"
+        return {"teacher": f"endpoint, {endpoint.base_url}"}
     assert directory is not None, "a teacher is here or elsewhere"
-    return f"{facts['teacher_parameters']:,.0f} parameters, {format_path(directory.path)}, on every update rank"
+    place = "sharded over the update ranks" if config.update.shards_weights else "on every update rank"
+    return {"teacher": f"{facts['teacher_parameters']:,.0f} parameters, {format_path(directory.path)}, {place}"}
 
 
 def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
-    if not config.pools.gpus_per_update_rank:  # on CPUs nothing is offloaded
-        return _format_memory(facts, "update")
-    writing = ("writing",) if "update_writing_bytes" in facts else ()  # ranks on GPUs copy weights to machine memory
-    facts = facts | library_bytes(config.update, facts, ranks=config.pools.update_ranks)
-    return _format_memory(facts, "update", offloaded=(*config.update.offloaded, *writing))
-
-
-def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
-    """Describe the estimated peak memory of one worker of a role, as a sum of its parts. Parts that are offloaded to
-    CPU memory are listed separately."""
-    parts = peak_memory_by_part(facts, role)
-    offloaded_parts = {name: parts.pop(name) / 2**20 for name in offloaded}
-    if role == "update" and (loading := loading_excess(parts, facts)):
+    update, on_gpu = config.update, config.pools.gpus_per_update_rank > 0
+    libraries = library_bytes(update, facts, ranks=config.pools.update_ranks) if on_gpu else {}
+    parts = peak_memory_by_part(facts | libraries, "update")
+    names = (*update.offloaded, "writing") if on_gpu else ()  # ranks on GPUs copy weights to machine memory
+    offloaded = {name: parts.pop(name) for name in names if name in parts}
+    if loading := loading_excess(parts, facts, update):
         parts["loading"] = loading
+    return _format_parts(parts, offloaded)
+
+
+def _format_memory(facts: dict[str, float], role: str) -> str:
+    return _format_parts(peak_memory_by_part(facts, role), {})
+
+
+def _format_parts(parts: Mapping[str, float], offloaded: Mapping[str, float]) -> str:
+    """Describe the estimated peak memory of one worker as a sum of its parts. Parts that are offloaded to CPU memory
+    are listed separately."""
     parts = {name: value / 2**20 for name, value in parts.items()}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
-    addition = (
-        f", and {sum(offloaded_parts.values()):,.1f} MiB of machine memory ({' + '.join(offloaded_parts)})"
-        if offloaded_parts
-        else ""
-    )
+    size = f"{sum(offloaded.values()) / 2**20:,.1f} MiB of machine memory"
+    addition = f", and {size} ({' + '.join(offloaded)})" if offloaded else ""
     return f"{sum(parts.values()):,.1f} MiB ({detail}{'' if 'cuda' in parts else '; libraries not counted'}){addition}"

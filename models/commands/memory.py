@@ -84,40 +84,70 @@ def microbatch_bytes(
     }
 
 
-def loading_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> float:
-    """Return the peak bytes of one rank while it loads a model for training, before gradients and optimizer state
-    exist.
+def frozen_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> int:
+    """Return the bytes that one rank holds permanently for a model that is never trained, in the precision of
+    `update`."""
+    return model.parameters * BYTES[update.dtype] // (ranks if update.shards_weights else 1)
 
-    Under ZeRO-3 a rank holds its shard of the weights, except for models that can only be loaded as a whole. To find
-    out how the model computes, a rank reads single parameters in float32 (`models.modeling.trials`).
+
+def loading_bytes(update: UpdateConfig, model: ModelOutline) -> int:
+    """Return the bytes that one rank needs while it loads a model, in addition to the weights that it keeps. Gradients
+    and optimizer state do not exist yet.
+
+    To find out how the model computes, a rank reads single parameters in float32 (`models.modeling.trials`). Models
+    that cannot be loaded directly are loaded as a whole in float32 first.
     """
-    number, is_sharded = BYTES[update.dtype], update.running_stage == 3
-    shard = model.parameters * number // ranks if is_sharded else 0
-    whole = 0 if is_sharded and model.loads_shards else model.parameters * number
-    reads_copies = whole == 0 or update.dtype != "float32"
+    number, is_whole = BYTES[update.dtype], loads_whole(update, model)
+    reads_copies = (update.shards_weights and not is_whole) or update.dtype != "float32"
     read = model.largest_parameter * (number + READ_BYTES) if reads_copies else 0
-    return shard + whole + read
+    cast = 0 if update.shards_weights else number  # the cast replaces the float32 weights one by one
+    return read + (model.parameters * (BYTES["float32"] - cast) if is_whole else 0)
+
+
+def loads_whole(update: UpdateConfig, model: ModelOutline) -> bool:
+    """Return whether a model is loaded as a whole in float32, although its weights are kept in another way."""
+    return not model.loads_directly and (update.shards_weights or update.dtype != "float32")
 
 
 def peak_bytes(
     update: UpdateConfig, model: ModelOutline, sizes: MicrobatchSizes, *, ranks: int, has_reference: bool
 ) -> dict[str, float]:
     """Return the bytes of one rank for training a policy, by purpose: what it holds permanently, what the largest
-    micro-batch adds, and the peak while the policy is loaded (`loading_peak_bytes`).
+    micro-batch adds, and what is needed in addition while a model is loaded (`loading_policy_bytes`).
 
-    With `has_reference`, each rank also holds a whole reference model, unless adapters are trained.
+    With `has_reference`, each rank also holds a reference model, unless adapters are trained.
     """
     held = resident_bytes(update, model, ranks=ranks)
     together = sum(value for name, value in held.items() if name.endswith("_bytes"))
-    reference = model.parameters * BYTES[update.reference_precision] if has_reference and update.lora is None else 0
-    loads_whole = update.running_stage == 3 and not model.loads_shards
+    reference = frozen_model_bytes(update.for_reference, model, name="reference", ranks=ranks)
     return {
         **held,
-        **({"update_reference_bytes": reference} if reference else {}),
+        **(reference if has_reference and update.lora is None else {}),
         **microbatch_bytes(update, model, sizes, held=together),
-        "loading_peak_bytes": loading_bytes(update, model, ranks=ranks),
-        **({"loads_whole": 1.0} if loads_whole else {}),
+        **_describe_loading(update, model, name="policy"),
     }
+
+
+def critic_bytes(update: UpdateConfig, critic: ModelOutline, *, ranks: int) -> dict[str, float]:
+    """Return the bytes of one rank for a critic, by purpose: what it holds permanently, and what is needed in addition
+    while the critic is loaded."""
+    held = resident_bytes(update, critic, ranks=ranks)
+    parts = {
+        f"update_critic_{part}_bytes": held[f"update_{part}_bytes"] for part in ("weights", "gradient", "optimizer")
+    }
+    return parts | _describe_loading(update, critic, name="critic")
+
+
+def frozen_model_bytes(update: UpdateConfig, model: ModelOutline, *, name: str, ranks: int) -> dict[str, float]:
+    """Return the bytes of one rank for a model that is never trained: what it holds permanently, and what is needed in
+    addition while the model is loaded. `name` is "reference" or "teacher"."""
+    size = frozen_bytes(update, model, ranks=ranks)
+    return {f"update_{name}_bytes": size, **_describe_loading(update, model, name=name)}
+
+
+def _describe_loading(update: UpdateConfig, model: ModelOutline, *, name: str) -> dict[str, float]:
+    whole = {f"{name}_loads_whole": 1.0} if loads_whole(update, model) else {}
+    return {f"loading_{name}_bytes": loading_bytes(update, model), **whole}
 
 
 def head_bytes(logits: float, *, memory: float | None) -> float:

@@ -24,14 +24,13 @@ from infra.store.inputs import fetch_path
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import MicrobatchSizes, peak_bytes, resident_bytes
+from models.commands.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
 from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
 from models.commands.sizes import check_sizes, count_problems, count_warmup_images
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
 from models.config.checks import CheckResult
 from models.config.data import DataConfig
-from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
 from models.config.outline import ModelOutline
@@ -308,9 +307,7 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     ranks, slices = inputs.pools.update_ranks, inputs.update.sequence_parallel
     source = None if value_model.path is None else fetch_path(value_model.path)
     critic = inspect_critic(source, policy, longest_tokens=longest_tokens, slices=slices)
-    sizes = resident_bytes(inputs.update, critic, ranks=ranks)
-    update_bytes = sum(value for name, value in sizes.items() if name.endswith("_bytes"))
-    return {"critic_parameters": critic.parameters, "update_critic_bytes": update_bytes}
+    return {"critic_parameters": critic.parameters, **critic_bytes(inputs.update, critic, ranks=ranks)}
 
 
 def _check_teacher(
@@ -321,18 +318,19 @@ def _check_teacher(
     *,
     longest_tokens: int,
 ) -> dict[str, float]:
-    """Check that the teacher can score the policy's tokens, and return its size. Every update rank holds a full copy of
-    a teacher, regardless of ZeRO."""
+    """Check that the teacher can score the policy's tokens, and return its size."""
     from models.inspection.other_models import check_teacher
 
     distillation = inputs.algorithm.distillation
     if distillation is None:
         return {}
     teacher, slices = distillation.teacher, inputs.update.sequence_parallel
-    parameters = check_teacher(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
+    model = check_teacher(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
     images.check_teacher_images(teacher, problems, processor, limits=inputs.data.pixels)
-    size = parameters * BYTES[inputs.update.dtype]
-    return {"teacher_parameters": parameters, "update_teacher_bytes": size} if parameters else {}
+    if model is None:
+        return {}
+    sizes = frozen_model_bytes(inputs.update, model, name="teacher", ranks=inputs.pools.update_ranks)
+    return {"teacher_parameters": model.parameters, **sizes}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

@@ -262,7 +262,7 @@ class UpdateConfig(Settings):
     weights, gradients and optimizer state need together."""
     offload: Annotated[Literal["none", "optimizer", "parameters"], Since("0.1.0", before="none")] = "none"
     """Data kept in CPU memory while the GPU does not need it: "optimizer" keeps the optimizer state there and runs the
-    optimizer steps on the CPU (ZeRO 1 to 3), "parameters" keeps the weights there as well (ZeRO 3)."""
+    optimizer steps on the CPU (ZeRO 1 to 3), "parameters" keeps the weights of all models there as well (ZeRO 3)."""
     attention: Annotated[Attention | None, Since("0.1.0", before=None)] = "auto"
     """Attention implementation. "auto" uses "varlen" (PyTorch's flash kernel for bfloat16 on GPUs) for packed rows if
     device, `dtype` and model support it, else the model's default (sdpa or eager). The other kernels also need a
@@ -351,6 +351,16 @@ class UpdateConfig(Settings):
         return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether every rank stores only its shard of the weights of each model (ZeRO-3)."""
+        return self.zero_stage == 3
+
+    @property
+    def for_reference(self) -> "UpdateConfig":
+        """Copy of these settings with the precision and the attention implementation of the reference model."""
+        return self.model_copy(update={"dtype": self.reference_precision, "attention": self.reference_attention})
+
+    @property
     def reference_precision(self) -> Literal["float32", "bfloat16"]:
         """Precision of the reference model."""
         return self.reference_dtype or self.dtype
@@ -363,8 +373,9 @@ class UpdateConfig(Settings):
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Data of a rank that is kept in CPU memory: "optimizer", "weights", both, or nothing (an empty tuple)."""
-        return {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "weights")}[self.offload]
+        """Parts of a rank's memory that are kept in CPU memory: the optimizer states, and the weights of all models."""
+        states, weights = ("optimizer", "critic_optimizer"), ("weights", "critic_weights", "reference", "teacher")
+        return {"none": (), "optimizer": states, "parameters": (*states, *weights)}[self.offload]
 
     @property
     def trains_vision(self) -> bool:

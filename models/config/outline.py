@@ -41,8 +41,9 @@ class ModelOutline:
     """Whether the activations of the blocks can be recomputed in the backward pass (activation checkpointing)."""
     largest_parameter: int = 0
     """Number of values in the largest parameter."""
-    loads_shards: bool = True
-    """Whether a rank can load its shard of each parameter (ZeRO-3) without the whole model."""
+    loads_directly: bool = True
+    """Whether each parameter can be stored in the dtype of the update, and as the shard of a rank (ZeRO-3), as soon as
+    it is read. Otherwise the model is loaded as a whole in float32 first."""
     has_guidance_input: bool = False
     """Whether a denoiser takes the scale of classifier-free guidance as an input."""
 

@@ -6,7 +6,7 @@ usually a VAE. Nothing is downloaded, and no code from a directory is run.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +16,8 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infra.errors import BadInput
@@ -25,6 +26,7 @@ from models.config.denoising import DenoisingConfig
 from models.denoising.families import DenoiserFamily, PromptLimit, diffusers_class, process_tree
 from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
+from models.modeling.parameter_storage import ParameterStorage
 from models.modeling.policy import lock_model_construction
 from models.modeling.weight_files import read_header
 
@@ -172,21 +174,47 @@ def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
 
 
 def load_denoiser(
-    directory: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    directory: Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    storage: ParameterStorage | None = None,
 ) -> nn.Module:
-    """Load the denoiser, the only trained component. Raises BadInput if its weights cannot be loaded."""
+    """Load the denoiser, the only trained component, in `dtype`. If `storage` is given, parameters are stored as it
+    describes, and buffers in float32. Raises BadInput if the weights cannot be loaded."""
     model = read_pipeline(directory)
-    folder = model.family.folder
-    with _loading(model, folder):
-        denoiser = diffusers_class(model.family.denoiser).from_pretrained(
-            str(directory / folder),
-            torch_dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            low_cpu_mem_usage=False,
-        )
-    # Cast again: if the first tensor is a float32 buffer, as in Stable Diffusion 3, diffusers does not cast at all.
-    return cast(nn.Module, denoiser.to(device=device, dtype=dtype))
+    files = _weights_in(directory / model.family.folder, where=model.where)
+    with _loading(model, model.family.folder):
+        denoiser = _read_denoiser(model, files, storage or ParameterStorage(dtype, torch.device(device)))
+    return denoiser if storage is not None else denoiser.to(dtype=dtype)
+
+
+def _read_denoiser(model: PipelineOutline, files: Sequence[Path], storage: ParameterStorage) -> nn.Module:
+    """Build the denoiser, and store one parameter after another. diffusers would load all of them at once."""
+    with init_empty_weights(include_buffers=False):
+        denoiser: nn.Module = diffusers_class(model.family.denoiser).from_config(dict(model.denoiser))
+    buffers = dict(denoiser.named_buffers())
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 -- it is no mapping
+                if name in buffers:
+                    buffers[name].copy_(file.get_tensor(name))
+                else:
+                    _set_parameter(denoiser, name, file.get_tensor(name), storage)
+    if missing := [name for name, each in denoiser.named_parameters() if each.is_meta]:
+        raise ValueError(f"the weight {missing[0]} is missing")
+    return storage.finish(denoiser.eval())
+
+
+def _set_parameter(denoiser: nn.Module, name: str, values: torch.Tensor, storage: ParameterStorage) -> None:
+    """Replace a parameter on the meta device by a parameter with values. `values` may be mapped from a file."""
+    module, _, last = name.rpartition(".")
+    owner = denoiser.get_submodule(module)
+    if values.shape != owner.get_parameter(last).shape:
+        raise ValueError(f"the weight {name} has the shape {tuple(values.shape)}")
+    parameter = nn.Parameter(values.to(device=storage.device, dtype=storage.dtype, copy=True))
+    owner.register_parameter(last, parameter)
+    storage.store(parameter)
 
 
 def load_part(model: PipelineOutline, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says

@@ -207,7 +207,6 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
         largest_block=max(measured.layers) * blocks / measured.kept,
         has_guidance_input=has_guidance_input(model),
         largest_parameter=max(weight.numel() for weight in model.parameters()),
-        loads_shards=False,
     )
     shape = ModelShape(
         parameters=parameters, context=PROMPT_BYTES, layers=blocks, heads=1, kv_heads=1, head_size=hidden

@@ -63,17 +63,19 @@ class TeacherCheck(Protocol):
         *,
         longest_tokens: int,
         slices: int = 1,
-    ) -> int:
-        """Return the number of parameters of the teacher that the run's workers load, or 0 if it is behind an endpoint.
-        `slices` is the number of ranks in a sequence-parallel group. Raises BadInput if the teacher cannot score the
-        policy's tokens."""
+    ) -> ModelOutline | None:
+        """Return the size and structure of the teacher that the run's workers load, or None if it is behind an
+        endpoint. `slices` is the number of ranks in a sequence-parallel group. Raises BadInput if the teacher cannot
+        score the policy's tokens."""
         ...
 
 
-def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1) -> int:
-    """Check that a teacher can score the policy's tokens. Return the number of its parameters that the run's workers
-    load, or 0 if it is behind an endpoint. `longest_tokens` is the maximum length of prompt and completion together,
-    `slices` the number of ranks in a sequence-parallel group. Raises BadInput if the teacher does not fit.
+def check_teacher(
+    teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
+) -> ModelOutline | None:
+    """Check that a teacher can score the policy's tokens. Return the size and structure of the teacher that the run's
+    workers load, or None if it is behind an endpoint. `longest_tokens` is the maximum length of prompt and completion
+    together, `slices` the number of ranks in a sequence-parallel group. Raises BadInput if the teacher does not fit.
 
     Weights are not read, and no request is sent.
     """
@@ -83,18 +85,17 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
 
 def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
-) -> int:
-    """Check that the configuration allows requests to the teacher's endpoint. Returns 0 as the number of parameters,
-    because workers load no teacher."""
+) -> None:
+    """Check that the configuration allows requests to the teacher's endpoint. Returns None, because workers load no
+    teacher."""
     TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
-    return 0
 
 
 def check_teacher_directory(
     teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
-) -> int:
-    """Check that the teacher's tokenizer and context length fit the policy, and return the teacher's number of
-    parameters."""
+) -> ModelOutline:
+    """Check that the teacher's tokenizer and context length fit the policy, and return the teacher's size and
+    structure."""
     try:
         inspected = inspect_directory(fetch_path(teacher.path))
     except BadInput as error:
@@ -107,7 +108,7 @@ def check_teacher_directory(
             f"{longest_tokens} tokens. Use a teacher with a longer context, or lower rollout.sampling.max_new_tokens."
         )
     inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {format_path(teacher.path)}")
-    return inspected.shape.parameters
+    return inspected.outline
 
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:

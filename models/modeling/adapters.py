@@ -28,6 +28,7 @@ from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
 from models.modeling.policy import lock_model_construction
 from models.modeling.safetensors import tensor_pieces
+from models.modeling.trials import allows_float32_trials
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
 from models.vision.parts import part_of
@@ -153,8 +154,14 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         attentions=attentions_of(model),
         recomputes=bool(layers_to_recompute(model)),
         largest_parameter=max(parameter.numel() for parameter in model.parameters()),
-        loads_shards=getattr(model.config, "quantization_config", None) is None,
+        loads_directly=_loads_directly(model),
     )
+
+
+def _loads_directly(model: PreTrainedModel) -> bool:
+    if getattr(model.config, "quantization_config", None) is not None:
+        return False
+    return model.device.type != "meta" or allows_float32_trials(model)
 
 
 def _count_matmul_parameters(model: PreTrainedModel) -> int:

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -58,15 +57,19 @@ def load_critic(directory: Path, *, storage: ParameterStorage | None = None) -> 
     )
 
 
-def critic_from_policy(policy: Path) -> PreTrainedModel:
+def critic_from_policy(policy: Path, *, storage: ParameterStorage | None = None) -> PreTrainedModel:
     """Build a critic from a policy's decoder and a new head that is initialized to zero, so that every value is 0 at
-    first."""
-    config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
-    with lock_model_construction():  # random weights are overwritten
-        critic = _build_classifier(config)
-    find_trunk(critic).load_state_dict(find_trunk(load_policy(policy)).state_dict())
-    for parameter in _require_head(critic, source=f"of {config.model_type}").parameters():
+    first. `storage` describes how the parameters are stored, by default in float32 on the CPU."""
+    decoder = load_policy(policy, storage=storage)
+    with lock_model_construction(), torch.device("meta"):  # without a second decoder in memory
+        critic = _build_classifier(decoder.config)
+    place = next(name for name, child in critic.named_children() if child is find_trunk(critic))
+    setattr(critic, place, find_trunk(decoder))
+    head = _require_head(critic, source=f"of {decoder.config.model_type}").to_empty(device=decoder.device)
+    for parameter in head.parameters():
         nn.init.zeros_(parameter)
+        if storage is not None:
+            storage.store(parameter)
     return critic
 
 

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import transformers.core_model_loading
 import transformers.modeling_utils
 from torch import nn
 from transformers import PreTrainedModel
+
+Module = TypeVar("Module", bound=nn.Module)
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes of the update, keyed by their names in the configuration."""
@@ -42,18 +44,17 @@ class ParameterStorage:
         """Whether parameters are stored in another way than as whole float32 tensors."""
         return self.dtype != torch.float32 or self.shard is not None
 
-    def finish(self, model: PreTrainedModel) -> PreTrainedModel:
+    def store(self, parameter: nn.Parameter) -> None:
+        """Cast a parameter with values to the dtype of the update, and shard it if ranks store shards."""
+        _cast_parameter(parameter, self.dtype)
+        if self.shard is not None:
+            self.shard(parameter)
+
+    def finish(self, model: Module) -> Module:
         """Cast and shard the parameters of a loaded model that were not yet, and move the model to the device."""
         for parameter in model.parameters():
-            _store_parameter(parameter, self)
+            self.store(parameter)
         return model.to(self.device)
-
-
-def _store_parameter(parameter: nn.Parameter, storage: ParameterStorage) -> None:
-    """Cast a parameter with values to the dtype of the update, and shard it if ranks store shards."""
-    _cast_parameter(parameter, storage.dtype)
-    if storage.shard is not None:
-        storage.shard(parameter)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -96,7 +97,7 @@ def store_parameters_as(storage: ParameterStorage) -> Iterator[None]:
         if threading.get_ident() != thread:
             return
         if name not in _tied_names(model) and (parameter := _find_parameter(model, name)) is not None:
-            _store_parameter(parameter, storage)
+            storage.store(parameter)
 
     def materialize_when_needed(pool: object, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         # Threads would read tensors before the earlier ones are sharded, and keep memory that is freed later.

@@ -74,22 +74,23 @@ def load_weights(
     would fill missing weights with random numbers. `what` is the kind of model with which error messages begin, such as
     "critic".
 
-    `storage` is given for a model under training, with `dtype` = float32: parameters are then stored as it describes.
-    If a family of models does not allow this, the model is loaded as a whole in float32, and the log says so.
+    `storage` is given for the models of an update rank, with `dtype` = float32: parameters are then stored as it
+    describes. The preflight check finds models that do not allow this (`ModelOutline.loads_directly`). They are loaded
+    as a whole in float32, and the log says so. Raises BadInput if the parameters cannot be sharded during loading.
     """
     if storage is not None and storage.changes_parameters and not is_quantized(directory):
-        model = _load_for_training(architecture, directory, what=what, storage=storage)
+        model = _load_directly(architecture, directory, what=what, storage=storage)
         if model is not None:
             return model
     return _load(architecture, directory, what=what, device=device, dtype=dtype)
 
 
-def _load_for_training(
+def _load_directly(
     architecture: Architecture, directory: Path, *, what: str, storage: ParameterStorage
 ) -> PreTrainedModel | None:
-    """Load a model whose parameters are stored as `storage` describes. Return None if this fails, for example because a
-    model class reads the sizes of its parameters after they were sharded. Collective if parameters are sharded: all
-    ranks return None if one of them fails."""
+    """Load a model whose parameters are stored as `storage` describes. Return None if the model must be loaded as a
+    whole. Raises BadInput if the parameters cannot be sharded, for example because a model class reads their sizes
+    after they were sharded. Collective if parameters are sharded: all ranks do the same."""
     model, reason = None, "another rank could not load it"
     try:
         loaded = _load(architecture, directory, what=what, device="cpu", dtype=torch.float32, storage=storage)
@@ -97,10 +98,16 @@ def _load_for_training(
     except (BadInput, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         if isinstance(error, BadInput) and error.__cause__ is None:  # the files do not fit config.json
             raise
-        reason = str(error)
-    if not storage.on_any_rank(model is None) and model is not None:
-        if computes_in_float32(model):
-            return model
+        reason = first_line(error.__cause__ or error)
+    if storage.on_any_rank(model is None) or model is None:
+        if storage.shard is not None:
+            raise BadInput(
+                f"{what} {directory}: update.zero_stage is 3, but the model cannot be loaded as shards: {reason}. Set "
+                "update.zero_stage = 2"
+            )
+    elif computes_in_float32(model):
+        return model
+    else:
         reason = "its modules do not read their weights as attributes"
     logger.warning("%s %s is loaded as a whole in float32, because %s", what, directory, reason)
     return None

@@ -57,17 +57,38 @@ def trial_weights(model: nn.Module) -> Iterator[None]:
             module._parameters = parameters
 
 
-@torch.no_grad()
 def computes_in_float32(model: PreTrainedModel) -> bool:
     """Return whether the trials of a model can compute in float32, although its weights have another dtype or are
     sharded. This is false if a module reads a parameter in another way than as an attribute of a module."""
-    tokens_BT = torch.tensor([[0, 1, 2]], device=model.device)
     with float32_trials(), trial_weights(model):
-        try:
-            states: Tensor = find_trunk(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            return False
-    return states.dtype == torch.float32
+        return _find_states_dtype(model, use_cache=False) == torch.float32
+
+
+def allows_float32_trials(model: PreTrainedModel) -> bool:
+    """Return whether trials of a model on the `meta` device could compute in float32 if its weights were stored in
+    bfloat16. Also return true if the model cannot run on the `meta` device, because this is no evidence against it."""
+    if _find_states_dtype(model, use_cache=True) is None:  # without a cache, most classes read values
+        return True
+    before = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_floating_point()]
+    for parameter, values in before:
+        parameter.data = values.bfloat16()
+    try:
+        with float32_trials(), trial_weights(model):
+            return _find_states_dtype(model, use_cache=True) == torch.float32
+    finally:
+        for parameter, values in before:
+            parameter.data = values
+
+
+@torch.no_grad()
+def _find_states_dtype(model: PreTrainedModel, *, use_cache: bool) -> torch.dtype | None:
+    """Return the dtype of a model's last hidden states, or None if the forward pass fails."""
+    tokens_BT = torch.tensor([[0, 1, 2]], device=model.device)
+    try:
+        states: Tensor = find_trunk(model)(input_ids=tokens_BT, use_cache=use_cache).last_hidden_state
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError):
+        return None
+    return states.dtype
 
 
 def trial_dtype(model: PreTrainedModel) -> torch.dtype:

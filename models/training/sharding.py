@@ -1,4 +1,4 @@
-"""Storage of the parameters of models under training: in the dtype of the update, and under ZeRO-3 as shards.
+"""Storage of the parameters of the models in an update rank: in the dtype of the model, and under ZeRO-3 as shards.
 
 Without shards, a model that needs the memory of several GPUs could not be loaded: each GPU would have to hold all of
 its parameters before DeepSpeed divides them.
@@ -17,11 +17,11 @@ from models.training.ranks import Ranks, any_rank
 from models.training.trainer import build_engine_config
 
 
-def trained_storage(update: UpdateConfig, *, ranks: Ranks) -> ParameterStorage:
-    """Return how a rank stores the parameters of a model that it loads for training. Collective: every rank must call
-    this, and then load the model."""
+def choose_storage(update: UpdateConfig, *, ranks: Ranks) -> ParameterStorage:
+    """Return how a rank stores the parameters of a model in `update.dtype`. Collective: every rank must call this, and
+    then load the model."""
     dtype = DTYPES[update.dtype]
-    if update.running_stage < 3:
+    if not update.shards_weights:
         return ParameterStorage(dtype, ranks.device)
     return ParameterStorage(dtype, ranks.device, _build_shard(update, ranks), partial(any_rank, ranks=ranks))
 

@@ -68,6 +68,9 @@ _END: Final = b"end"
 _LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 """Names of the tensors in optimizer states that have one value for every weight."""
 
+_BUFFERS: Final = ("lp_param_buffer", "grad_partitions_flat_buffer")
+"""Attributes of DeepSpeed's optimizer of ZeRO-3 with the buffers of weights and gradients."""
+
 
 class Trainer:
     """Model under training, sharded over the ranks by DeepSpeed: its forward passes, backward passes and optimizer
@@ -280,15 +283,16 @@ class Trainer:
     def close(self) -> None:
         """Release the memory of the DeepSpeed engine. Without this call, DeepSpeed's hooks would keep an unused engine
         alive."""
-        optimizer = self._engine.optimizer
-        tensors = [*self._partitions(), *self._model.parameters()]
+        optimizer, partitions = self._engine.optimizer, self._partitions()
         self._engine.destroy()
         self._optimizer.state.clear()
-        for tensor in tensors:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        for name in ("lp_param_buffer", "grad_partitions_flat_buffer"):  # ZeRO-3 keeps views of them
-            if hasattr(optimizer, name):
-                getattr(optimizer, name).untyped_storage().resize_(0)
+        release_parameters(self._module)
+        buffers = [getattr(optimizer, name) for name in _BUFFERS if hasattr(optimizer, name)]
+        for buffer in buffers:
+            if buffer.untyped_storage().resizable():  # DeepSpeed keeps views of it
+                buffer.untyped_storage().resize_(0)
+        flat = [part for part in getattr(optimizer, "fp16_partitioned_groups_flat", ()) if part is not None]
+        _release(*partitions, *buffers, *flat)
         gc.collect()
 
     def _partitions(self) -> list[Tensor]:
@@ -300,14 +304,20 @@ class Trainer:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
-@torch.no_grad()
-def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
-    """Compute one value per completion token of a micro-batch, without gradients, with a module that is not trained."""
-    return cast(Tensor, module(module.prepare_inputs(batch, module.model.device)))
+def release_parameters(module: nn.Module) -> None:
+    """Release the memory of all parameters, and under ZeRO-3 that of this rank's shards. DeepSpeed keeps references to
+    the parameters of an engine that has ended."""
+    for parameter in module.parameters():
+        _release(parameter, getattr(parameter, "ds_tensor", parameter))
+
+
+def _release(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def build_engine_config(update: UpdateConfig) -> dict[str, object]:
-    """Return DeepSpeed's configuration for an update."""
+    """Return DeepSpeed's configuration for an update, or for a model that is only run forward in `update.dtype`."""
     stage = update.running_stage
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,  # Trainer.backward ends the accumulation

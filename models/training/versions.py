@@ -6,12 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from infra.store.bundles import fetch_bundle, has_bundle
 from infra.store.contracts import Store
-from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.denoising.frozen_parts import FrozenParts
@@ -19,19 +15,18 @@ from models.denoising.pipeline import load_denoiser, read_pipeline
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
-from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.parameter_storage import DTYPES, ParameterStorage, cast_parameters
 from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
 from models.modeling.trials import float32_trials
-from models.records.media import Gallery, ImageSource
+from models.records.media import Gallery
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
+from models.training.frozen import FrozenModel, load_frozen_policy
 from models.training.publishing import publish_version
 from models.training.ranks import Ranks, any_rank
-from models.training.sharding import trained_storage
+from models.training.sharding import choose_storage
 from models.training.states import StateWriter, load_state
-from models.training.trainer import Forward, Moments, Trainer, frozen_forward
+from models.training.trainer import Forward, Moments, Trainer
 from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
@@ -184,13 +179,13 @@ class LoadedModels:
         self._images: tuple[ImageTokens | None] | None = None
         """Image-token settings in a tuple of one element, or None until they are first needed. They are the same for
         all versions."""
-        self._reference: tuple[str, TokenModule] | None = None
-        self._teacher: tuple[str, TokenLogprobs] | None = None
+        self._reference = _FrozenVersion(self._build_reference)
+        self._teacher = _FrozenVersion(self._build_teacher)
 
     def image_tokens(self, version: ModelVersion) -> ImageTokens | None:
         """Return the settings from which the number of image tokens per micro-batch is planned. Returns None if the
         vision tower encodes each image only once, because it is not trained, or if the policy has no tower."""
-        if self._denoising is not None or (not self._update.trains_vision and self._update.zero_stage < 3):
+        if self._denoising is not None or not (self._update.trains_vision or self._update.shards_weights):
             return None
         if self._images is None:
             processor = load_processor(fetch_bundle(self._store, version.weights))
@@ -213,20 +208,14 @@ class LoadedModels:
         """
         if self.is_base(version, policy):
             return self.policy.trainer.base_forward
-        return partial(frozen_forward, self._load_reference(version))
+        return self._reference.load(version).forward
 
     def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
         """Return a function that computes the reference's mean of the next state at each denoising step. Only for
         text-to-image policies."""
         if self.is_base(version, policy):
             return self.policy.trainer.base_means
-        module = self._load_reference(version)
-
-        def means(batch: MicroBatch) -> Tensor:
-            frozen_forward(module, batch)
-            return module.means
-
-        return means
+        return self._reference.load(version).means
 
     @property
     def generates_images(self) -> bool:
@@ -244,60 +233,25 @@ class LoadedModels:
         if self._setup is not None:
             self._setup.announce_prompts(inputs)
 
-    def _load_reference(self, version: ModelVersion) -> TokenModule:
-        if self._reference is None or self._reference[0] != version.digest:
-            self._reference = None
-            directory, dtype = fetch_bundle(self._store, version.weights), DTYPES[self._update.reference_precision]
-            if self._denoising is not None:
-                steps = StepLogprobs(load_denoiser(directory), self._build_setup(directory), self.images)
-                cast_parameters(steps, dtype)
-                self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
-                return self._reference[1]
-            storage = ParameterStorage(dtype, self.ranks.device)
-            model = load_policy(directory, storage=storage).requires_grad_(False).eval()
-            vision = load_vision(directory, source=self.images, is_frozen=True)
-            with float32_trials():
-                policy = TokenLogprobs(
-                    model, temperature=self._temperature, vision=vision, attention=self._update.reference_attention
-                )
-                cast_parameters(policy, dtype)
-                policy = policy.to(self.ranks.device)
-                policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
-            self._reference = (version.digest, policy)
-        return self._reference[1]
-
-    def teacher(self, version: ModelVersion) -> TokenLogprobs:
-        """Return a teacher model with the weights of `version`. A teacher is never trained. Every rank holds the whole
-        model."""
-        if self._teacher is None or self._teacher[0] != version.digest:
-            self._teacher = None
-            directory = fetch_bundle(self._store, version.weights)
-            teacher = load_teacher(
-                directory,
-                dtype=self._update.dtype,
-                attention=self._update.attention,
-                temperature=self._temperature,
-                images=self.images,
-                device=self.ranks.device,
-            )
-            teacher.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
-            self._teacher = (version.digest, teacher)
-        return self._teacher[1]
+    def teacher(self, version: ModelVersion) -> Forward:
+        """Return the forward function of a teacher, a model with the weights of `version` that is never trained."""
+        return self._teacher.load(version).forward
 
     def close(self) -> None:
-        """Release the memory of the policy and the critic under training."""
-        self.policy.close()
-        self.critic.close()
+        """Release the memory of all models."""
+        for models in (self.policy, self.critic, self._reference, self._teacher):
+            models.close()
 
     def _build_actor(self, version: ModelVersion) -> TokenModule:
         if self._denoising is not None:
-            denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
+            load = partial(load_denoiser, storage=choose_storage(self._update, ranks=self.ranks))
+            denoiser = load_trainable(self._store, version, load=load, lora=self._update.lora)
             return StepLogprobs(denoiser, self._build_setup(fetch_bundle(self._store, version.weights)), self.images)
-        load = partial(load_policy, storage=trained_storage(self._update, ranks=self.ranks))
-        model = load_trainable(self._store, version, load=load, lora=self._update.lora)
+        read = partial(load_policy, storage=choose_storage(self._update, ranks=self.ranks))
+        model = load_trainable(self._store, version, load=read, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
-        stays = self._update.zero_stage < 3 and not trains_vision(model)
+        stays = not self._update.shards_weights and not trains_vision(model)
         vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, is_frozen=stays)
         with float32_trials():
             return TokenLogprobs(
@@ -314,27 +268,46 @@ class LoadedModels:
         return self._setup
 
     def _build_valuer(self, version: ModelVersion) -> TokenValues:
-        load = partial(load_critic, storage=trained_storage(self._update, ranks=self.ranks))
+        load = partial(load_critic, storage=choose_storage(self._update, ranks=self.ranks))
         model = load_trainable(self._store, version, load=load, lora=self._update.lora)
         with float32_trials():
             return TokenValues(model, attention=self._update.attention)
 
+    def _build_reference(self, version: ModelVersion) -> FrozenModel:
+        update = self._update.for_reference
+        if self._denoising is None:
+            return self._build_frozen(version, update)
+        directory = fetch_bundle(self._store, version.weights)
+        denoiser = load_denoiser(directory, storage=choose_storage(update, ranks=self.ranks))
+        steps = StepLogprobs(denoiser, self._build_setup(directory), self.images)
+        return FrozenModel(steps, update, ranks=self.ranks)
 
-def load_teacher(
-    directory: Path,
-    *,
-    dtype: Literal["float32", "bfloat16"],
-    attention: Attention | None = None,
-    temperature: float,
-    images: ImageSource | None = None,
-    device: torch.device,
-) -> TokenLogprobs:
-    """Load a language model that this run trained or imported, as a frozen teacher of the policy.
+    def _build_teacher(self, version: ModelVersion) -> FrozenModel:
+        return self._build_frozen(version, self._update)
 
-    The teacher computes exactly like the policy in the update: with equal weights, the same micro-batch gives equal
-    log-probs.
-    """
-    model = load_policy(directory, dtype=DTYPES[dtype])
-    vision = load_vision(directory, source=images, is_frozen=True)
-    teacher = TokenLogprobs(model, temperature=temperature, vision=vision, attention=attention)
-    return teacher.requires_grad_(False).eval().to(device)
+    def _build_frozen(self, version: ModelVersion, update: UpdateConfig) -> FrozenModel:
+        directory = fetch_bundle(self._store, version.weights)
+        return load_frozen_policy(
+            directory, update, temperature=self._temperature, images=self.images, ranks=self.ranks
+        )
+
+
+class _FrozenVersion:
+    """Version of a model that is never trained. It stays in memory until another version is needed."""
+
+    def __init__(self, build: Callable[[ModelVersion], FrozenModel]) -> None:
+        self._build = build
+        self._loaded: tuple[str, FrozenModel] | None = None
+
+    def load(self, version: ModelVersion) -> FrozenModel:
+        """Return the model of a version. Another version in memory is released first. Collective under ZeRO-3."""
+        if self._loaded is None or self._loaded[0] != version.digest:
+            self.close()
+            self._loaded = (version.digest, self._build(version))
+        return self._loaded[1]
+
+    def close(self) -> None:
+        """Release the memory of the model."""
+        if self._loaded is not None:
+            self._loaded[1].close()
+        self._loaded = None

@@ -57,7 +57,7 @@ from models.training.offline import (
     train_on_preferences,
 )
 from models.training.ranks import Ranks
-from models.training.sharding import trained_storage
+from models.training.sharding import choose_storage
 from models.training.supervised import SupervisedData, encode_chats, encode_examples, fine_tune, fine_tune_on_inputs
 from models.training.trainer import Trainer
 from models.training.versions import Build, ResidentTrainer
@@ -251,7 +251,9 @@ class OfflineTrainer:
         tokens = read_pipeline(directory).tokens(denoising)
 
         def build(version: ModelVersion) -> FlowMatching:
-            return FlowMatching(load_denoiser(fetch_bundle(self._store, version.weights)), setup, self._images)
+            storage = choose_storage(self._update, ranks=self._ranks)
+            denoiser = load_denoiser(fetch_bundle(self._store, version.weights), storage=storage)
+            return FlowMatching(denoiser, setup, self._images)
 
         def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             return fine_tune_on_inputs(
@@ -302,17 +304,18 @@ class OfflineTrainer:
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         directory = fetch_bundle(self._store, version.weights)
         vision = load_vision(directory, source=self._images)
-        model = load_policy(directory, storage=trained_storage(self._update, ranks=self._ranks))
+        model = load_policy(directory, storage=choose_storage(self._update, ranks=self._ranks))
         with float32_trials():
             return TokenLogprobs(model, temperature=1.0, vision=vision, attention=self._update.attention)
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)
-        model = critic_from_policy(directory)
+        model = critic_from_policy(directory, storage=choose_storage(self._update, ranks=self._ranks))
         # The classifier needs this token to find the end of a text, but imported policies often name it only in their
         # tokenizer.
         model.config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
-        return TokenValues(model, attention=self._update.attention)
+        with float32_trials():
+            return TokenValues(model, attention=self._update.attention)
 
 
 def _both(preferences: PreferencesConfig, data: DataConfig, seed: int) -> tuple[list[Preference], list[Preference]]:

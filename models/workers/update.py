@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -31,7 +30,7 @@ from models.training.auxiliary import build_endpoint_forward, build_model_forwar
 from models.training.ranks import join_ranks
 from models.training.repeats import Repeater
 from models.training.samples import TrainingSamples, open_samples
-from models.training.trainer import Forward, Trainer, frozen_forward
+from models.training.trainer import Forward, Trainer
 from models.training.update_steps import (
     StepBatches,
     StepStatistics,
@@ -98,9 +97,10 @@ class UpdateWorker:
         return self._progress
 
     def close(self) -> None:
-        """Finish writing optimizer states and end the thread that writes them."""
+        """Finish writing optimizer states, end the thread that writes them, and release the memory of all models."""
         if self._models is not None:
             self._models.states.close()
+            self._models.close()
 
     def release_unused_memory(self) -> None:
         """Return GPU memory that PyTorch keeps for later use to the driver, so that other processes can use it."""
@@ -118,7 +118,7 @@ class UpdateWorker:
             queries,
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
-            images=models.image_tokens(work.policy) if "policy" in queries else None,
+            images=models.image_tokens(work.policy) if "policy" in queries or self._update.shards_weights else None,
             step_tokens=models.step_tokens(work.policy),
         )
         timer.end("estimate")
@@ -256,7 +256,7 @@ class UpdateWorker:
             )
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: the work unit does not name the teacher's weights")
-        return build_model_forward(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
+        return build_model_forward(models.teacher(work.teacher), self._on_progress)
 
     def _load_actor(self, work: UpdateWork, timer: StageTimer) -> Trainer:
         """Return the trainer with the policy version from which the work unit starts."""

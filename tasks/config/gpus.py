@@ -13,9 +13,8 @@ from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
 from tasks.config.run import RunConfig
 
-FREED_PARTS = ("activations", "head", "writing", "gathered")
-"""Parts of a rank's peak memory that are free, or not on the GPU, while workers generate. Before ZeRO-3, the buckets of
-DeepSpeed are free too."""
+FREED_PARTS: Final = ("activations", "head", "writing", "gathered")
+"""Parts of a rank's peak memory that are needed only during an update. `freed_parts` adds the buckets of DeepSpeed."""
 CUDA_BYTES: Final = 2.0**30
 """Estimated bytes of the CUDA context of a process, with the workspaces of its libraries."""
 NCCL_BYTES: Final = 2.0**30
@@ -62,15 +61,22 @@ def library_bytes(update: UpdateConfig, facts: Mapping[str, float], *, ranks: in
     if stage:
         sizes["update_buckets_bytes"] = BUCKET_NUMBERS * number
     if stage == 3:
-        sizes["update_gathered_bytes"] = min(GATHERED_NUMBERS, facts["parameters"]) * number
+        largest = max(facts.get(f"{model}parameters", 0.0) for model in ("", "critic_", "teacher_"))
+        sizes["update_gathered_bytes"] = min(GATHERED_NUMBERS, largest) * number
     return sizes
+
+
+def freed_parts(update: UpdateConfig) -> tuple[str, ...]:
+    """Return the parts of a rank's peak memory that are free, or not on the GPU, between updates. Under ZeRO-3,
+    DeepSpeed keeps its buckets."""
+    return FREED_PARTS if update.shards_weights else (*FREED_PARTS, "buckets")
 
 
 def kept_rank_bytes(config: RunConfig, facts: Mapping[str, float]) -> float:
     """Return the estimated bytes that an idle update rank keeps on its GPU. `facts` are the numbers of the preflight
     check."""
     update = config.update
-    freed = (*FREED_PARTS, *update.offloaded, *(() if update.running_stage == 3 else ("buckets",)))
+    freed = (*freed_parts(update), *update.offloaded)
     sizes = {**facts, **library_bytes(update, facts, ranks=config.pools.update_ranks)}
     parts = {f"update_{part}_bytes" for part in freed}
     names = [name for name in sizes if name.startswith("update_") and name.endswith("_bytes")]

@@ -10,10 +10,18 @@ from infra.errors import BadInput
 from infra.validation_errors import nearest
 from models.commands.memory import head_bytes
 from models.config.engines import BYTES
+from models.config.objectives import UpdateConfig
 from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, compute_limit, shared_flops
-from tasks.config.gpus import library_bytes
+from tasks.config.gpus import freed_parts, library_bytes
 from tasks.config.run import RunConfig
 
+LOADED_MODELS: Final = ("policy", "critic", "reference", "teacher")
+"""Models that an update rank loads."""
+BUILT_AFTER_LOADING: Final = {
+    "policy": ("gradient", "optimizer"),
+    "critic": ("critic_gradient", "critic_optimizer"),
+}
+"""Parts of a rank's memory that do not exist yet when a model has just been loaded."""
 NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a critic and environments are not counted"
 
 
@@ -193,24 +201,32 @@ def peak_memory_by_part(facts: Mapping[str, float], role: str) -> dict[str, floa
     }
 
 
-def loading_excess(parts: Mapping[str, float], facts: Mapping[str, float]) -> float:
-    """Return the bytes by which the peak of an update rank while it loads the policy exceeds its later peak, which is
-    the sum of `parts`. Return 0 if the later peak is higher. On GPUs, CUDA needs memory at both times."""
-    return max(0.0, facts.get("loading_peak_bytes", 0.0) + parts.get("cuda", 0.0) - sum(parts.values()))
+def loading_excess(parts: Mapping[str, float], facts: Mapping[str, float], update: UpdateConfig) -> float:
+    """Return the bytes by which the peak of an update rank while it loads a model exceeds its later peak, which is the
+    sum of `parts`. Return 0 if the later peak is higher.
+
+    Models may be loaded in any order, so each model is assumed to be the last one.
+    """
+    freed = freed_parts(update)
+    kept = sum(size for part, size in parts.items() if part not in freed)
+    peaks = [
+        kept - sum(parts.get(part, 0.0) for part in BUILT_AFTER_LOADING.get(model, ())) + facts[name]
+        for model in LOADED_MODELS
+        if (name := f"loading_{model}_bytes") in facts
+    ]
+    return max(0.0, max(peaks, default=0.0) - sum(parts.values()))
 
 
 def list_loading_notes(config: RunConfig, facts: Mapping[str, float]) -> Iterator[str]:
-    """Yield a note for each model that ZeRO-3 does not shard while it is loaded."""
-    if "loads_whole" in facts:
-        yield (
-            "update.zero_stage is 3, but each update rank loads the whole policy before it is sharded, because the "
-            "policy is a text-to-image model or is stored in a quantized format. The estimate of memory includes this."
-        )
-    if config.update.zero_stage == 3 and config.scoring.trained_reward_models:
-        yield (
-            "update.zero_stage is 3, but reward models that are trained from preferences are built as a whole in "
-            "float32 on each update rank before they are sharded."
-        )
+    """Yield a note for each model that is loaded as a whole in float32 before it is cast or sharded."""
+    reason = "update.zero_stage is 3" if config.update.shards_weights else f"update.dtype is {config.update.dtype!r}"
+    for model in LOADED_MODELS:
+        if f"{model}_loads_whole" in facts:
+            yield (
+                f"{reason}, but each update rank loads the whole {model} in float32 first. Its weights are stored in a "
+                "quantized format, or its class in transformers reads weights in an unusual way. The estimate of "
+                "memory includes this."
+            )
 
 
 def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
@@ -228,8 +244,8 @@ def _estimate_update_memory(config: RunConfig, facts: Mapping[str, float], kind:
         "head": head_bytes(facts["pass_logits"], memory=kind.memory)
     }
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
-    offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)
-    loading_bytes = loading_excess(parts, facts)
+    offloaded_bytes = sum(parts.pop(part, 0.0) for part in update.offloaded)
+    loading_bytes = loading_excess(parts, facts, update)
     return MemoryEstimate(
         role="update",
         gigabytes=(sum(parts.values()) + loading_bytes) / 1e9,

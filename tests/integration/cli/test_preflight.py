@@ -236,14 +236,16 @@ def test_the_input_check_estimates_the_size_of_a_judge(make_job, folder, model, 
     assert parameters is None or facts["honest_parameters"] == facts[parameters]
 
 
-def test_a_teacher_is_counted_in_full_on_every_update_rank_unless_it_is_behind_an_endpoint(place):
+def test_a_teacher_counts_on_every_update_rank_unless_it_is_behind_an_endpoint(place):
     problems = load_problems(ArithmeticData(train_problems=64, heldout_problems=8, operations=4), "train", 0)
     tokenizer = scratch_tokenizer(ScratchPolicy(), problems)
     save_policy(build_scratch(ScratchPolicy(), tokenizer, seed=1), tokenizer, place / "teacher")
-    job = ("update.zero_stage=3", "pools.update_ranks=4", "algorithm.kind=grpo")
-    facts = check_job(*job, "algorithm.distillation.teacher={kind='directory',path='teacher'}")
-    assert facts["teacher_parameters"] == facts["parameters"]
-    assert facts["update_teacher_bytes"] == 4 * facts["parameters"]
+    job = ("pools.update_ranks=4", "algorithm.kind=grpo")
+    for stage, ranks in ((2, 1), (3, 4)):  # only ZeRO-3 shards weights
+        shards = (f"update.zero_stage={stage}", "algorithm.distillation.teacher={kind='directory',path='teacher'}")
+        facts = check_job(*job, *shards)
+        assert facts["teacher_parameters"] == facts["parameters"]
+        assert facts["update_teacher_bytes"] == 4 * facts["parameters"] // ranks
     endpoint = "{kind='endpoint',base_url='https://t.com',allowed_hosts=['t.com'],model='large'}"
     assert "teacher_parameters" not in check_job(*job, f"algorithm.distillation.teacher={endpoint}")
 
@@ -251,7 +253,8 @@ def test_a_teacher_is_counted_in_full_on_every_update_rank_unless_it_is_behind_a
 def test_a_critic_needs_as_much_memory_as_the_policy():
     facts = check_job("algorithm.kind=ppo")
     assert facts["critic_parameters"] == facts["parameters"] + ScratchPolicy().hidden_size
-    assert facts["update_critic_bytes"] == 16 * facts["critic_parameters"]
+    sizes = {part: facts[f"update_critic_{part}_bytes"] for part in ("weights", "gradient", "optimizer")}
+    assert sizes == {part: size * facts["critic_parameters"] for part, size in zip(sizes, (4, 4, 8), strict=True)}
 
 
 def test_preferences_are_counted_and_a_trained_reward_model_is_as_large_as_the_policy():

@@ -15,6 +15,7 @@ from models.denoising import families
 from models.denoising.frozen_parts import PromptEncoder
 from models.denoising.pipeline import check_weights, load_denoiser, read_pipeline
 from models.denoising.policy import check_prompts, inspect_diffusion
+from models.modeling.parameter_storage import ParameterStorage
 from tests.support.pipelines import config_of
 from tests.support.processes import preload
 from tests.support.refused_folders import add_pipelines
@@ -38,7 +39,7 @@ def test_pickled_weights_are_never_loaded(pipelines, part):
     with pytest.raises(BadInput, match=f"{part} contains no safetensors.*[Pp]ickled"):
         inspect_diffusion(DiffusionPolicy(path=str(directory)), ())
     if part == "transformer":
-        with pytest.raises(BadInput, match="transformer cannot be loaded: Error no file"):
+        with pytest.raises(BadInput, match=r"safetensors is missing in the folder transformer"):
             load_denoiser(directory)
     if part == "text_encoder":
         with pytest.raises(BadInput, match="text encoders cannot be loaded: Error no file"):
@@ -55,6 +56,34 @@ def test_weights_with_other_shapes_than_their_configuration_are_found_without_lo
     file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
     with pytest.raises(BadInput, match=r"diffusion_pytorch_model.safetensors is missing"):
         check_weights(read_pipeline(pipelines / "sd3"))
+
+
+def test_a_denoiser_with_another_weight_than_its_configuration_is_not_loaded(pipelines):
+    file = pipelines / "sd3/transformer/diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"proj_out.bias": torch.zeros(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"transformer cannot be loaded: the weight proj_out.bias has the shape \(3,\)"):
+        load_denoiser(pipelines / "sd3")
+    del weights["proj_out.bias"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"transformer cannot be loaded: the weight proj_out.bias is missing"):
+        load_denoiser(pipelines / "sd3")
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen", "sd1"])
+def test_a_denoiser_is_stored_weight_by_weight_with_the_bits_that_diffusers_loads(pipelines, name):
+    model = read_pipeline(pipelines / name)
+    whole = families.diffusers_class(model.family.denoiser).from_pretrained(str(model.directory / model.family.folder))
+    half = load_denoiser(model.directory, storage=ParameterStorage(torch.bfloat16, torch.device("cpu")))
+    expected, found = dict(whole.named_parameters()), dict(half.named_parameters())
+    assert found.keys() == expected.keys() and not half.training
+    for weight, values in found.items():
+        assert values.dtype == torch.bfloat16 and torch.equal(values, expected[weight].bfloat16()), weight
+    buffers = dict(half.named_buffers())
+    assert all(torch.equal(buffers[each], values) for each, values in whole.named_buffers())
+    assert all(
+        torch.equal(values, expected[each]) for each, values in load_denoiser(model.directory).named_parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen", "sd1"])

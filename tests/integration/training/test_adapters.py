@@ -27,8 +27,8 @@ from models.modeling.merging import load_merged, merge, read_adapter
 from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion, Outcome
-from models.training.trainer import frozen_forward
-from models.training.versions import LoadedModels, load_teacher
+from models.training.frozen import load_frozen_policy
+from models.training.versions import LoadedModels
 from models.workers.rollout import RolloutWorker
 from tests.support.critics import critic_work, start_critic
 from tests.support.engines import MIXED, POLICY
@@ -227,9 +227,8 @@ def trained(uri, policy, config):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri, policy, dtype):
     worker, version = trained(uri, policy, change(ADAPTED, dtype=dtype))
-    base = load_teacher(
-        fetch_bundle(open_store(f"{uri}/run"), policy.weights), dtype=dtype, temperature=0.9, device=torch.device("cpu")
-    )
+    directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
+    base = load_frozen_policy(directory, change(CONFIG, dtype=dtype), temperature=0.9, ranks=worker._models.ranks)
     batch = lay_out(
         [
             ModelInput.from_prompt([5, 6, 7]).append_completion([8, 9]),
@@ -237,7 +236,7 @@ def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri,
         ]
     )
     found = worker._models.reference(policy, policy=version)(batch)
-    assert torch.equal(found, frozen_forward(base, batch))
+    assert torch.equal(found, base.forward(batch))
     adapted = worker._models.policy.trainer.forward(batch)
     assert adapted.requires_grad and not torch.equal(found, adapted)
 

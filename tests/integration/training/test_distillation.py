@@ -29,8 +29,8 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer
 from models.training.auxiliary import build_endpoint_forward, build_model_forward
-from models.training.trainer import frozen_forward
-from models.training.versions import load_teacher
+from models.training.frozen import load_frozen_policy
+from models.training.ranks import Ranks
 from models.workers.scoring import ScoringWorker
 from tests.support.chat_server import Reply
 from tests.support.policies import write_scratch
@@ -234,8 +234,9 @@ def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
 
 
 def held(directory: Path, *, temperature: float = 0.7):
-    teacher = load_teacher(directory, dtype="float32", temperature=temperature, device=torch.device("cpu"))
-    return build_model_forward(partial(frozen_forward, teacher), lambda: None)
+    ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    teacher = load_frozen_policy(directory, UpdateConfig(), temperature=temperature, ranks=ranks)
+    return build_model_forward(teacher.forward, lambda: None)
 
 
 def query(directory: Path, url: str, on_progress=lambda: None, **changes):
@@ -409,12 +410,12 @@ def test_log_probs_of_prompt_tokens_are_ignored(directory):
 def test_a_teacher_with_the_policys_tokenizer_is_accepted_and_counted(directory, tmp_path):
     tokenizer, fewer = load_tokenizer(directory), TINY.model_copy(update={"vocab_size": 320})
     teacher = TeacherDirectory(path=directory)
-    parameters = check_teacher(teacher, tokenizer, longest_tokens=TINY.context)
-    assert parameters == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    model = check_teacher(teacher, tokenizer, longest_tokens=TINY.context)
+    assert model.parameters == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
     first_tokens = load_tokenizer(write_scratch(tmp_path, fewer))  # the teacher may have more tokens than the policy
-    assert check_teacher(teacher, first_tokens, longest_tokens=8) == parameters
+    assert check_teacher(teacher, first_tokens, longest_tokens=8) == model
 
 
 def test_an_endpoint_is_checked_without_a_request():
     tokenizer = scratch_tokenizer(TINY, load_problems(DATA, "train", 0))
-    assert check_teacher(teacher_at("http://127.0.0.1:1/v1"), tokenizer, longest_tokens=8) == 0
+    assert check_teacher(teacher_at("http://127.0.0.1:1/v1"), tokenizer, longest_tokens=8) is None

@@ -249,6 +249,14 @@ def test_an_optimizer_state_continues_on_other_ranks_and_stages(uri, works, one_
     assert distance(weights[0], weights[1]) <= share * distance(weights[2], weights[1])
 
 
+def test_a_state_in_bfloat16_continues_at_other_stages_of_the_same_ranks_with_the_same_bits(uri, run_group):
+    moves = [(HALF[0], HALF[3]), (HALF[3], HALF[0]), (HALF[0], HALF[3] | {"offload": "parameters"})]
+    for start, end in moves:
+        first, second = run_group("stages")[name_of(start)][:2]
+        [moved] = run_on_ranks(uri, {"moved": Job(config_of(end), follow_up(uri, first))})["moved"]
+        assert moved.model.weights == second.model.weights, (start, end)
+
+
 def test_an_unsharded_state_continues_on_one_rank_and_sharded_8_bit_moments_do_not(uri, run_group):
     whole, sharded = (run_group("optimizers")[name_of(row)][0].model for row in (MUON, EIGHT | STAGES[2]))
     assert update_once(uri, whole, config_of(MUON)).metrics["quarantined"] == 0

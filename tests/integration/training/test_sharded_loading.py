@@ -10,16 +10,19 @@ from torch.utils._pytree import tree_leaves
 
 from infra.store.bundles import publish_bundle
 from infra.store.storage import open_store
-from models.commands.memory import loading_bytes
+from models.commands.memory import frozen_bytes, loading_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import outline
+from models.modeling.critic import TokenValues, load_critic, write_critic
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.parameter_storage import ParameterStorage
 from models.modeling.policy import load_policy
+from models.modeling.reward_model import load_reward_model
 from models.modeling.trials import float32_trials
 from models.records.versions import ModelVersion
 from models.training import versions
+from models.training.frozen import load_frozen_policy
 from models.training.ranks import join_ranks
 from tests.support.model_families import write_family
 from tests.support.processes import preload
@@ -35,13 +38,13 @@ def _load_whole(update, *, ranks):
 def _update_both_ways(rank, ranks, port, uri, policy, configs):
     found = {}
     for name, config in configs.items():
-        for way, storage in (("shards", versions.trained_storage), ("whole", _load_whole)):
-            kept, versions.trained_storage = versions.trained_storage, storage
+        for way, storage in (("shards", versions.choose_storage), ("whole", _load_whole)):
+            kept, versions.choose_storage = versions.choose_storage, storage
             worker = start_worker(uri, config, rank=rank, ranks=ranks, port=port)
             model = worker.update(update_work(uri, policy)).model
             found.setdefault(name, {})[way] = (model.weights, model.adapter, model.state)
             worker.close()
-            versions.trained_storage = kept
+            versions.choose_storage = kept
     torch.save(found, Path(uri, f"found-{rank}.pt"))
 
 
@@ -81,27 +84,44 @@ class _AllocatedBytes(TorchDispatchMode):
         return result
 
 
-def _count(rank, ranks, port, uri, directory, updates):
+def _count(rank, ranks, port, uri, directory, critic, updates):
+    """Load a policy, a critic, a reference and a teacher one after another, and store the peak after each of them."""
     group = join_ranks(rank, ranks, address="127.0.0.1", port=port)
     peaks = []
     for update in updates:
         with _AllocatedBytes() as counted, float32_trials():
-            storage = versions.trained_storage(update, ranks=group)
-            TokenLogprobs(load_policy(directory, storage=storage), temperature=1.0)
-        peaks.append(counted.peak)
+            policy = TokenLogprobs(
+                load_policy(directory, storage=versions.choose_storage(update, ranks=group)), temperature=1.0
+            )
+            found = [counted.peak]
+            values = TokenValues(load_critic(critic, storage=versions.choose_storage(update, ranks=group)))
+            found.append(counted.peak)
+            frozen = []
+            for config in (update.for_reference, update):
+                frozen.append(load_frozen_policy(directory, config, temperature=1.0, ranks=group))
+                found.append(counted.peak)
+        peaks.append(found)
+        for model in frozen:
+            model.close()
+        del policy, values, frozen
     torch.save(peaks, Path(uri, f"peaks-{rank}.pt"))
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_loading_needs_at_most_the_shard_and_the_estimated_copies_of_one_weight(uri, family, tmp_path):
-    write_family(family, tmp_path, num_hidden_layers=24)
-    updates = [UpdateConfig(zero_stage=3, dtype=dtype) for dtype in ("float32", "bfloat16")]
-    start_ranks(_count, uri, tmp_path, updates)
-    model = outline(load_policy(tmp_path, device="meta"))
+def test_loading_needs_at_most_the_shards_and_the_estimated_copies_of_one_weight(uri, family, tmp_path):
+    write_family(family, tmp_path / "policy", num_hidden_layers=24)
+    write_critic(None, tmp_path / "policy", tmp_path / "critic")
+    updates = [UpdateConfig(zero_stage=3, dtype=dtype, reference_dtype="float32") for dtype in ("float32", "bfloat16")]
+    start_ranks(_count, uri, tmp_path / "policy", tmp_path / "critic", updates)
+    model = outline(load_policy(tmp_path / "policy", device="meta"))
+    critic = outline(load_reward_model(tmp_path / "critic", device="meta").model)
     logits = 3 * 4 * 4 * model.vocab_size  # three float32 tensors of four tokens, which such a small model notices
     for rank in range(2):
-        for update, peak in zip(updates, torch.load(Path(uri, f"peaks-{rank}.pt")), strict=True):
-            number = 4 if update.dtype == "float32" else 2
-            estimated = loading_bytes(update, model, ranks=2)
-            assert model.parameters * number / 2 < peak <= estimated + logits < model.parameters * number
+        for update, peaks in zip(updates, torch.load(Path(uri, f"peaks-{rank}.pt")), strict=True):
+            kept = whole = 0
+            models = ((update, model), (update, critic), (update.for_reference, model), (update, model))
+            for peak, (config, each) in zip(peaks, models, strict=True):
+                before, kept = kept, kept + frozen_bytes(config, each, ranks=2)
+                whole += frozen_bytes(config, each, ranks=1)
+                assert before < kept < peak <= kept + loading_bytes(config, each) + logits < whole

@@ -149,7 +149,7 @@ def test_a_published_policy_loads_as_any_model_does_with_its_parents_tokenizer(u
 def test_policy_and_reference_compute_the_configured_attention(uri, policy):
     asked = start_worker(uri, change(CONFIG, attention="eager"))
     outcome, plain = (worker.update(update_work(uri, policy)) for worker in (asked, start_worker(uri)))
-    models = (asked._models.policy.trainer._model, asked._models._reference[1].model)
+    models = (asked._models.policy.trainer._model, asked._models._reference._loaded[1]._module.model)
     assert [model.config._attn_implementation for model in models] == ["eager_of_shared_prompts"] * 2
     assert outcome.model.weights != plain.model.weights
     assert outcome.metrics["loss"] == pytest.approx(plain.metrics["loss"], abs=1e-5)

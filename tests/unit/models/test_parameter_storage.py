@@ -1,6 +1,7 @@
 """Models under training are loaded in the dtype of the update, with the bits of a cast after a load in float32."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from infra.errors import BadInput
+from models.modeling.adapters import outline
+from models.modeling.directory import meta_policy
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.parameter_storage import ParameterStorage
 from models.modeling.policy import load_policy
@@ -73,6 +76,19 @@ def test_a_model_whose_modules_hide_their_weights_is_loaded_in_float32_with_a_wa
         model = load_policy(tmp_path, storage=STORAGE)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert f"policy {tmp_path} is loaded as a whole in float32" in caplog.text
+    assert not outline(meta_policy(tmp_path)).loads_directly  # so the plan has a note before the run
+    monkeypatch.undo()
+    assert outline(meta_policy(tmp_path)).loads_directly
+
+
+def test_a_model_whose_parameters_cannot_be_sharded_is_refused(tmp_path):
+    def fail(parameter):
+        raise ValueError("its class reads the size of a weight")
+
+    write_family("llama", tmp_path)
+    storage = replace(STORAGE, shard=fail)
+    with pytest.raises(BadInput, match=r"as shards: its class reads .* a weight\. Set update\.zero_stage = 2$"):
+        load_policy(tmp_path, storage=storage)
 
 
 def test_a_missing_weight_is_refused_as_in_float32(tmp_path):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from models.commands.memory import MicrobatchSizes, loading_bytes, peak_bytes
+from models.commands.memory import MicrobatchSizes, frozen_bytes, loading_bytes, peak_bytes
 from models.config.objectives import UpdateConfig
 from models.inspection.plain import DecoderSizes
 from placement.roofline import ADAM_BYTES, Accelerator
-from tasks.views.estimate import estimate
+from tasks.views.estimate import estimate, list_loading_notes, loading_excess
 from tests.support.configurations import accepted
 
 GPU = Accelerator("G", bfloat16=4e6, float32=1e6, bandwidth=1e15, memory=1e3)
@@ -76,12 +76,35 @@ def test_worker_memory_is_compared_with_the_device_and_offloaded_state_counts_as
 
 def test_an_update_rank_that_needs_the_most_memory_while_it_loads_is_described_so():
     _, later = estimate_job()
-    _, found = estimate_job(loading_peak_bytes=900.0)  # as much as weights and gradients
+    _, found = estimate_job(loading_policy_bytes=500.0)  # as much as gradients
     assert not found.memory[1].is_loading and found.memory == later.memory
-    _, found = estimate_job(loading_peak_bytes=2e9)
+    _, found = estimate_job(loading_policy_bytes=2e9)
     assert found.memory[1].text == (
         "update worker: 3.07 GB of 0 GB (while it loads the model, with 1.1 GB for libraries); this does not fit"
     )
+
+
+def test_every_model_may_be_the_last_one_that_a_rank_loads():
+    update = UpdateConfig(zero_stage=3)
+    kept = {"weights": 10.0, "gradient": 20.0, "optimizer": 40.0, "reference": 5.0, "buckets": 3.0}
+    critic = {"critic_weights": 1.0, "critic_gradient": 2.0, "critic_optimizer": 4.0}
+    parts = {**kept, **critic, "activations": 30.0}
+    loading = {"loading_policy_bytes": 70.0, "loading_critic_bytes": 41.0, "loading_reference_bytes": 33.0}
+    assert loading_excess(parts, loading, update) == 41 - 2 - 4 - 30  # the critic has no gradients and optimizer yet
+    assert loading_excess(parts, loading | {"loading_teacher_bytes": 36.0}, update) == 36 - 30
+    assert loading_excess(parts, {"loading_policy_bytes": 70.0}, update) == 0
+    parts = {"weights": 10.0, "gradient": 2.0, "buckets": 3.0}  # which do not exist between updates before ZeRO-3
+    assert loading_excess(parts, {"loading_policy_bytes": 7.0}, UpdateConfig()) == 10 + 7 - 15
+
+
+def test_the_plan_names_models_that_are_loaded_as_a_whole():
+    facts = {"policy_loads_whole": 1.0, "teacher_loads_whole": 1.0}
+    first, second = list_loading_notes(accepted("update.zero_stage=3"), facts)
+    assert first.startswith("update.zero_stage is 3, but each update rank loads the whole policy in float32 first.")
+    assert "the whole teacher" in second
+    [note] = list_loading_notes(accepted("update.dtype=bfloat16"), {"critic_loads_whole": 1.0})
+    assert note.startswith("update.dtype is 'bfloat16', but each update rank loads the whole critic")
+    assert not [*list_loading_notes(accepted("update.zero_stage=3"), {"loading_policy_bytes": 1.0})]
 
 
 LLAMA_70B = DecoderSizes(
@@ -100,17 +123,19 @@ LLAMA_70B = DecoderSizes(
 )
 def test_the_peak_while_a_70b_model_is_loaded_is_its_shard_and_copies_of_one_weight(changes, ranks, gigabytes):
     model = LLAMA_70B.outline()
-    found = loading_bytes(UpdateConfig(**changes), model, ranks=ranks)
+    update = UpdateConfig(**changes)
+    found = frozen_bytes(update, model, ranks=ranks) + loading_bytes(update, model)
     assert found / 1e9 == pytest.approx(gigabytes, rel=1e-3)
 
 
 def test_a_model_that_cannot_be_sharded_while_it_is_loaded_counts_as_a_whole():
     update, sizes = UpdateConfig(zero_stage=3, dtype="bfloat16"), MicrobatchSizes(1000)
-    outline = replace(LLAMA_70B.outline(), loads_shards=False)
+    outline = replace(LLAMA_70B.outline(), loads_directly=False)
     facts = peak_bytes(update, outline, sizes, ranks=16, has_reference=True)
-    assert facts["loading_peak_bytes"] > 141e9 and facts["loads_whole"] == 1
-    assert facts["update_reference_bytes"] == 2 * outline.parameters
-    assert "loads_whole" not in peak_bytes(update, LLAMA_70B.outline(), sizes, ranks=16, has_reference=True)
+    assert facts["loading_policy_bytes"] > 282e9 and facts["policy_loads_whole"] == 1
+    assert facts["update_reference_bytes"] == 2 * outline.parameters // 16
+    assert facts["loading_reference_bytes"] == facts["loading_policy_bytes"]
+    assert "policy_loads_whole" not in peak_bytes(update, LLAMA_70B.outline(), sizes, ranks=16, has_reference=True)
 
 
 def test_matmul_parameters_are_the_same_with_and_without_building_the_model():
