@@ -54,7 +54,7 @@ RECIPES: Mapping[str, Recipe] = {
             "algorithm.critic.warmup_iterations=1",
         )
     ),
-    CAPO: Recipe((), CONFIGS / "capo.toml"),
+    CAPO: Recipe((), CONFIGS / "demos/capo/job.toml"),
     "GRPO, GSPO's loss": Recipe(("update.loss.kind=gspo", "update.loss.clip_low=0.05", "update.loss.clip_high=0.05")),
     "GRPO, CISPO's loss": Recipe(("update.loss.kind=cispo",)),
     "GRPO, adaptive KL": Recipe(

@@ -10,19 +10,25 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, Field
 
 from infra import runner
+from infra.demos import DEMOS, FORMER_TARGETS
 from infra.errors import BadInput
 from infra.runner import nearest_name
 
 __all__ = [
     "PACKAGES",
     "TARGETS",
+    "ImportString",
     "add_target_folders",
     "check_function",
     "find_target",
     "nearest_name",
+    "present_target",
+    "register_demo",
     "register_target_folder",
     "target_folders",
 ]
@@ -34,9 +40,20 @@ TARGETS: Final = "RHEOSTAT_TARGETS"
 folders are searched last."""
 
 
+def _register_former_target(target: str) -> str:
+    present_target(target)
+    return target
+
+
+ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), AfterValidator(_register_former_target)]
+"""Type of settings that name a user's Python object, as `pkg.mod:name`. A former import string of a part of a
+demonstration stays as it is, and the folder of the demonstration is registered."""
+
+
 def find_target(target: str, *, where: str) -> object:
     """Import the object that the import string `target` names, and return it. Raises BadInput if it cannot be imported.
     The message starts with `where` and suggests the most similar name."""
+    target = present_target(target)
     add_target_folders()
     try:
         return runner.import_target(target, where)
@@ -48,6 +65,21 @@ def register_target_folder(folder: Path) -> None:
     """Add a folder with users' Python modules to the folders that are searched for imports, in this process and in all
     processes that it starts later."""
     os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
+
+
+def register_demo(place: str) -> str:
+    """Register the folder of a demonstration, and return the import string of one of its parts. `place` has the form
+    `folder/module:name`, as in the tables of infra/demos.py."""
+    demo, _, target = place.partition("/")
+    register_target_folder(DEMOS / demo)
+    return target
+
+
+def present_target(target: str) -> str:
+    """Return the present import string of a part of a demonstration if `target` is its former import string, and
+    register the folder of the demonstration. Return all other import strings unchanged."""
+    place = FORMER_TARGETS.get(target)
+    return target if place is None else register_demo(place)
 
 
 def add_target_folders() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
+from infra.demos import FORMER_TARGETS
 from infra.errors import DeprecatedSpelling
 from infra.validation_errors import field_models
 
@@ -162,6 +163,11 @@ def _rename_within(value: object, models: Sequence[type[BaseModel]], path: str, 
         return [_rename_within(each, models, path, report) for each in value]
     if not isinstance(value, Mapping) or not models:
         return value
+    if former := _find_former_kind(value, models):
+        report(f"{path}{_KIND} = {value[_KIND]!r}", f"{_KIND} = 'target' and {_describe_target(former)}")
+        return value  # validation reads the table
+    if place := FORMER_TARGETS.get(str(value.get("target"))):
+        report(f"{path}target = {value['target']!r}", _describe_target(place))
     candidates = _select_variants(value, models)
     present = dict[str, object]()
     for key, inner in value.items():
@@ -197,6 +203,19 @@ def _kinds_of(model: type[BaseModel]) -> frozenset[str]:
     return frozenset() if field is None else frozenset({*get_args(field.annotation), *_renamed_values(field)})
 
 
+def _find_former_kind(table: Mapping[str, object], models: Sequence[type[BaseModel]]) -> str | None:
+    """Return the place, in a table of infra/demos.py, of the class that the table's `kind` named formerly. Return None
+    if `kind` is missing or is not a former one."""
+    kind, former = table.get(_KIND), (getattr(model, "former_kinds", {}) for model in models)
+    return next((kinds[kind] for kinds in former if kind in kinds), None) if isinstance(kind, str) else None
+
+
+def _describe_target(place: str) -> str:
+    demo, _, target = place.partition("/")
+    module = target.partition(":")[0]
+    return f"target = {target!r}, with {module}.py from `rheostat init DIR --example {demo}`"
+
+
 def _present_key(key: str, models: Sequence[type[BaseModel]], table: Mapping[str, object]) -> str | None:
     """Return the present name of a key that one of the models has renamed, or None if there is none. Return None also
     if the name is ambiguous, or if the table already contains the present name."""
@@ -230,8 +249,15 @@ def _report_once(source: str) -> Report:
 def accept_old_names(schema: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Return a copy of the JSON schema of a table that also accepts old names of keys and values. Forms created from it
     only show present names."""
-    renames = renames_of(model)
+    renames, former_kinds = renames_of(model), getattr(model, "former_kinds", {})
     changed = dict(schema)
+    if former_kinds:
+        kinds = {"enum": ["target", *former_kinds], "default": "target"}
+        changed |= {
+            "properties": {**schema["properties"], _KIND: kinds},
+            "patternProperties": {".": {}},
+            "required": [],
+        }
     if renames.keys:
         changed["patternProperties"] = {f"^({'|'.join(renames.keys)})$": {}}
         changed["required"] = [name for name in schema.get("required", []) if name not in renames.keys.values()]

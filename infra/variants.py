@@ -6,6 +6,7 @@ The fields of a variant are its settings. Its class variables and methods define
 variant. Therefore built-in and users' variants work in the same way.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from pydantic import Field, GetCoreSchemaHandler, JsonValue, SerializationInfo, 
 from pydantic_core import CoreSchema, core_schema
 
 from infra.config import Settings
+from infra.demos import FORMER_TARGETS, find_former_name
 from infra.errors import BadInput
-from infra.plugins import check_function, find_target
+from infra.plugins import ImportString, check_function, find_target, register_demo
 from infra.validation_errors import explain
 
 V = TypeVar("V", bound="Variant")
@@ -50,11 +52,29 @@ class Variant(Settings):
 class Target(Settings):
     """User's own class for a setting, created from options."""
 
+    former_kinds: ClassVar[Mapping[str, str]] = {}
+    """Former values of `kind` whose classes are now parts of demonstrations: a table of infra/demos.py."""
+
     kind: Literal["target"] = "target"
-    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    target: ImportString
     """Import string of the class, `pkg.mod:Class`."""
     options: dict[str, JsonValue] = {}
     """Values of the fields of the class."""
+
+    @classmethod
+    def build_former(cls, kind: str, base: type[V], options: Mapping[str, object], *, context: object = None) -> V:
+        """Create an object of the class that `kind` named formerly, which is now part of a demonstration. See `build`.
+
+        Raises BadInput also if a module of the user hides the module of the demonstration.
+        """
+        place = cls.former_kinds[kind]
+        built = cls(target=register_demo(place)).build(base, options, context=context)
+        if find_former_name(type(built), cls.former_kinds) != kind:
+            raise BadInput(
+                f"kind = {kind!r} names a class in the demonstration {place.partition('/')[0]!r}, but another module "
+                f"has the same name: {sys.modules[type(built).__module__].__file__}. Rename that module"
+            )
+        return built
 
     def build(self, base: type[V], options: object, *, context: object = None) -> V:
         """Import the class that the user named, and create an object of it from the options. `base` is the required
@@ -90,10 +110,15 @@ class OneOf:
         """Return a core schema that selects a variant by `kind`, and that replaces a `Target` by an object of the
         user's class."""
         union = handler.generate_schema(Annotated[Union[self.variants], Field(discriminator="kind")])  # noqa: UP007
+        target = self.variants[-1]
+        assert issubclass(target, Target)
 
         def validated(value: object, read: Callable[[object], Settings], info: ValidationInfo) -> Settings:
             if isinstance(value, base):
                 return value
+            if isinstance(value, Mapping) and (kind := value.get("kind")) in [*target.former_kinds]:
+                options = {name: option for name, option in value.items() if name != "kind"}
+                return target.build_former(kind, base, options, context=info.context)
             settings = read(value)
             if not isinstance(settings, Target):
                 return settings
@@ -104,7 +129,10 @@ class OneOf:
             if type(value) in self.variants:
                 return write(value)
             options = value.model_dump(mode="json", exclude_defaults=info.exclude_defaults, context=info.context)
-            return write(self.variants[-1](target=_import_string(type(value)), options=options))  # type: ignore[call-arg]
+            if kind := find_former_name(type(value), target.former_kinds):
+                return {"kind": kind, **options}
+            name = find_former_name(type(value), FORMER_TARGETS) or _import_string(type(value))
+            return write(target(target=name, options=options))
 
         return core_schema.with_info_wrap_validator_function(
             validated,

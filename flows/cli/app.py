@@ -117,7 +117,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
             ),
             (rescore.recredit, "demo --algorithm rloo --scores strict --iterations 3-7"),
             (soup.merge, "demo@12=0.7 longer=0.3 --to merged"),
-            (soup.soup, "configs/soup.toml soup.method=rewarded"),
+            (soup.soup, "configs/demos/soup/job.toml soup.method=rewarded"),
             (soup.soup_front, "soup --to front.svg"),
             (soup.soup_policy, "soup --preference 0.3,0.7 --to policy"),
             (retriever.retriever, "configs/retriever.toml method=self-distillation"),

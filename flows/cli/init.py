@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 import infra
 from flows.cli.options import format_next_steps
+from infra.demos import DEMOS, demo_names
 from infra.errors import BadInput
 from infra.terminal import write
 
@@ -58,6 +59,10 @@ class DataOptions:
 DEFAULT_OPTIONS = DataOptions()
 
 
+ExampleName = Annotated[
+    str | None,
+    Parameter(metavar="NAME", help="copy a demonstration: a job with the code that it names by `target`"),
+]
 Deployments = Annotated[
     bool,
     Parameter(
@@ -149,6 +154,11 @@ JOB_FILES: Final = {
     "problems.jsonl": "problems",
     "my_rewards.py": "reward function",
 }
+DEMO_FILES: Final = {
+    ".md": "description",
+    ".py": "code that the configuration names by `target`",
+    ".toml": "configuration",
+}
 DEPLOYMENT_FILES: Final = {
     "prefect.yaml": "deployments",
     "automations.yaml": "automation that marks runs without heartbeats as Crashed",
@@ -167,13 +177,15 @@ def init(
     policy: PolicyName = None,
     judge: JudgeName = None,
     columns: DataOptions = DEFAULT_OPTIONS,
+    example: ExampleName = None,
     deployments: Deployments = False,
 ) -> None:
     """Create a job for a file of problems and a policy, an example job to edit, or the files for deployments."""
     inputs = {"policy": policy, "judge": judge, **asdict(columns)}
+    chosen = {"--data": data is not None, "--example": example is not None, "--deployments": deployments}
+    if len(options := [option for option, is_set in chosen.items() if is_set]) > 1:
+        raise BadInput(f"{options[1]} cannot be combined with {options[0]}. Run the command once with each option.")
     if data is not None:
-        if deployments:
-            raise BadInput("--deployments cannot be combined with --data. Run the command once with each option.")
         if policy is None:
             raise BadInput("--data needs --policy DIR, the directory of the model to train.")
         _write_proposed_job(folder or Path(), {"data": data, **inputs})
@@ -188,6 +200,8 @@ def init(
         )
     if deployments:
         _write_deployments(folder)
+    elif example is not None:
+        _copy_demo(folder, example)
     else:
         _write_example(folder)
 
@@ -223,6 +237,23 @@ def _write_deployments(folder: Path) -> None:
         "use the server that `rheostat server` started": enter,
         "create the work pool": "prefect work-pool create rheostat --type process",
         "create the deployments": "prefect --no-prompt deploy --all",
+    }
+    write(format_next_steps(steps))
+
+
+def _copy_demo(folder: Path, name: str) -> None:
+    """Copy the files of a demonstration to a folder, and print the commands to run next. Raises BadInput if there is no
+    demonstration of this name."""
+    if name not in (names := demo_names()):
+        raise BadInput(f"There is no example {name!r}. Choose one of {', '.join(names)}.")
+    paths = [path for path in sorted((DEMOS / name).iterdir()) if path.suffix in DEMO_FILES]
+    _write_files(folder, {path.name: path.read_bytes() for path in paths})
+    _print_files(folder, {path.name: DEMO_FILES[path.suffix] for path in paths})
+    job = folder / "job.toml"
+    command = "soup" if "[soup]" in job.read_text().splitlines() else "train"
+    steps = {
+        "check everything, write nothing": shlex.join(["rheostat", "train", str(job), "--dry-run"]),
+        "train": shlex.join(["rheostat", command, str(job)]),
     }
     write(format_next_steps(steps))
 
@@ -297,7 +328,7 @@ def _read_deployment_files() -> dict[str, bytes]:
     return files | {
         f"configs/{path.relative_to(examples).as_posix()}": path.read_bytes()
         for path in sorted(examples.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent.name != "__pycache__"
     }
 
 

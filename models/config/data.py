@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Positive, Since
+from infra.demos import FORMER_DATA_KINDS
 from infra.renamed import RenamedFrom
 from infra.store.inputs import DataLocation, Location, ModelLocation
 from infra.variants import OneOf, Target, Variant
@@ -99,8 +100,11 @@ class DataSource(TextSettings, Variant):
 
 
 class GeneratedData(DataSource):
-    """Fields common to sources that generate their problems, with a configured number of held-out problems."""
+    """Fields common to sources that generate a configured number of problems. A hash of each problem assigns it to
+    training or evaluation, so no problem is in both."""
 
+    train_problems: Positive = 4096
+    """Number of training problems."""
     heldout_problems: Positive = 256
     """Number of problems that are kept for evaluation and never trained on."""
 
@@ -120,27 +124,6 @@ class ArithmeticData(GeneratedData):
     kind: Literal["arithmetic"] = "arithmetic"
     operations: Annotated[int, Field(ge=1, le=8)] = 4
     """Number of additions or subtractions per problem."""
-    train_problems: Positive = 4096
-    """Number of training problems."""
-    heldout_problems: Positive = 256
-    """Number of problems kept for evaluation. A hash of the question assigns each problem to training or evaluation, so
-    no problem is in both."""
-
-
-class PicturesData(GeneratedData):
-    """Questions about pictures, generated from a seed, for vision-language policies. A picture shows 3 x 3 cells with
-    colored shapes, and the question is how many shapes have a color."""
-
-    implementation = "models.data.pictures:picture_problems"
-    guess_template = " #### {}"
-    max_guess = 9
-
-    kind: Literal["pictures"] = "pictures"
-    train_problems: Positive = 3072
-    """Number of training problems."""
-    heldout_problems: Positive = 256
-    """Number of problems kept for evaluation. A hash of the question and picture assigns each problem to training or
-    evaluation, so no problem is in both."""
 
 
 class PaintingsData(DataSource):
@@ -160,36 +143,6 @@ class PaintingsData(DataSource):
     def num_heldout_problems(self) -> int | None:
         """Number of held-out problems: one for each of the 24 possible pictures."""
         return 24
-
-
-class CalculationsData(GeneratedData):
-    """Word problems with one calculation each, generated from a seed, to be solved with a calculator tool. For policies
-    in environments."""
-
-    implementation = "models.data.calculations:calculation_problems"
-    max_guess = 100
-
-    kind: Literal["calculations"] = "calculations"
-    train_problems: Positive = 4096
-    """Number of training problems."""
-    heldout_problems: Positive = 256
-    """Number of problems kept for evaluation. A hash of the question assigns each problem to training or evaluation, so
-    no problem is in both."""
-
-
-class MeasuresData(GeneratedData):
-    """Questions about the width or height of a thing, generated from a seed, for policies in dialogues. Only the
-    simulated user knows the measure, so the policy must ask for it."""
-
-    implementation = "models.data.measures:measure_problems"
-    max_guess = 40
-
-    kind: Literal["measures"] = "measures"
-    train_problems: Positive = 4096
-    """Number of training problems."""
-    heldout_problems: Positive = 256
-    """Number of problems kept for evaluation. A hash of the question and measures assigns each problem to training or
-    evaluation, so no problem is in both."""
 
 
 class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
@@ -382,13 +335,15 @@ class TargetData(Target):
     """User-defined source of problems: a subclass of `models.config.data.DataSource` (see "Extending" in the
     documentation)."""
 
+    former_kinds = FORMER_DATA_KINDS
+
 
 DataConfig = Annotated[
     DataSource,
     OneOf(
         (
-            *(ArithmeticData, PicturesData, PaintingsData, CalculationsData, MeasuresData),
-            *(FileData, MixtureData, DeduplicatedData, TargetData),
+            *(ArithmeticData, PaintingsData, FileData),
+            *(MixtureData, DeduplicatedData, TargetData),
         )
     ),
 ]

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Positive, Since
+from infra.plugins import ImportString, present_target
 from infra.processes.episodes import RunEnvironment
 from infra.renamed import RenamedFrom
 from infra.store.inputs import DataLocation, ModelLocation, Program
@@ -19,8 +20,6 @@ from models.config.users import UserModelConfig
 
 if TYPE_CHECKING:
     from models.config.job import Job
-
-ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -174,7 +173,7 @@ class TargetEnvironment(UsersEnvironment):
     def run(self) -> RunEnvironment:
         """Description of the environment: the class that `target` names, and its options."""
         where = f"rollout.environment target {self.target!r}"
-        return RunEnvironment(where, target=self.target, options=self.options, role="user")
+        return RunEnvironment(where, target=present_target(self.target), options=self.options, role="user")
 
 
 class ToolsEnvironment(UsersEnvironment):

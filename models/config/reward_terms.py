@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Settings, Since
+from infra.plugins import ImportString, present_target
 from infra.processes.functions import RunFunction
 from infra.store.inputs import Location, ModelLocation, Program
 from infra.variants import Variant
@@ -298,7 +299,7 @@ class TargetReward(RuleReward):
     example = '{ kind = "target", target = "my_rewards:is_polite" }'
 
     kind: Literal["target"] = "target"
-    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    target: ImportString
     """Reward function, as `pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments that are passed to the function in addition to the texts."""
@@ -320,7 +321,8 @@ class TargetReward(RuleReward):
     def function(self) -> RunFunction:
         """Description of the function that `target` names, with its options."""
         part = {"completion": "", "step": "steps", "token": "tokens", "turn": "turns"}[self.per]
-        return RunFunction(self.target, where=f"reward target {self.target!r}", options=self.options, part=part)
+        target = present_target(self.target)
+        return RunFunction(target, where=f"reward target {self.target!r}", options=self.options, part=part)
 
     @property
     def segmentation(self) -> Segmentation | None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from infra.counts import format_count
-from infra.errors import BadInput
 from models.config.data import ArithmeticData
-from models.data.problems import Problem, sample_problems
+from models.data.generated import sample_problems
+from models.data.problems import Problem
 
 NAMES = ("Ana", "Ben", "Eva", "Ian", "Lea", "Max", "Tom", "Zoe")
 
@@ -37,18 +36,8 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
 
     Raises BadInput if there are not enough different questions.
     """
-    num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
-    problems = sample_problems(
-        lambda source: _sample_problem(rng, data.operations, source=source), split=split, wanted=num_problems
-    )
-    if len(problems) < num_problems:
-        raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different question')} "
-            f"with {format_count(data.operations, 'operation')} could be generated. Lower data.{split}_problems or "
-            "raise data.operations."
-        )
-    return problems
+    return sample_problems(data, lambda source: _sample_problem(rng, data.operations, source=source), split)
 
 
 @dataclass(frozen=True, slots=True)

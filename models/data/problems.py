@@ -341,29 +341,6 @@ def add_system_message(prompt: Prompt, text: str) -> Prompt:
     return chat if chat[0].role == "system" else (Message("system", text), *chat)
 
 
-HELDOUT_SHARE: Final = 0.1
-"""Share of the generated problems that are held out for evaluation."""
-MAX_FRUITLESS_DRAWS: Final = 5000
-"""Number of samples in a row without a new problem after which sampling stops. One sample in ten is held out."""
-
-
-def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
-    """Sample distinct problems of a split with `draw`, which receives the origin of the problem for messages.
-
-    Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
-    """
-    problems: dict[str, Problem] = {}
-    fruitless = 0
-    while len(problems) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
-        problem = draw(f"{split} problem {len(problems)}")
-        name = problem.identity
-        is_new = name not in problems and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
-        fruitless = 0 if is_new else fruitless + 1
-        if is_new:
-            problems[name] = problem
-    return list(problems.values())
-
-
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     """Return the problems of the split `train` or `heldout` in a fixed order. No prompt is in both splits.
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from blake3 import blake3
 
+from infra.demos import DEMOS, is_in_demo
 from infra.plugins import PACKAGES
 
 REPOSITORY: Final = Path(__file__).parents[2]
@@ -33,7 +34,8 @@ class Sources:
 def sources_of(target: str, folders: Sequence[str]) -> Sources:
     """Find the source files that the target `pkg.mod:name` needs. Modules are searched in `folders` in this order.
 
-    A target that is part of Rheostat or cannot be found has no modules. Rheostat's version covers its own code.
+    A target that cannot be found, or is part of Rheostat or of an installed demonstration, has no modules. The version
+    of Rheostat covers this code.
     """
     module = target.partition(":")[0]
     own = _top_level(module)
@@ -56,11 +58,15 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
 
 @cache
 def rheostat_version() -> str:
-    """Return Rheostat's version, a plus sign, and a digest of its source files. The digest distinguishes versions
-    between releases."""
+    """Return Rheostat's version, a plus sign, and a digest of its source files and of the demonstrations. The digest
+    distinguishes versions between releases."""
     whole = blake3()
-    for path in (path for room in PACKAGES for path in sorted((REPOSITORY / room).rglob("*.py"))):
+    roots = [REPOSITORY / package for package in PACKAGES]
+    files = [path for root in roots for path in sorted(root.rglob("*.py")) if not is_in_demo(path)]
+    for path in files:
         whole.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
+    for path in sorted(DEMOS.rglob("*.py")):
+        whole.update(path.relative_to(DEMOS).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
 
 
@@ -83,7 +89,7 @@ def _top_level(module: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PACKAGES
+    return is_in_demo(path) or (path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PACKAGES)
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:

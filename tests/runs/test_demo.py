@@ -37,7 +37,7 @@ def test_the_job_that_init_writes_improves_the_policy_without_warnings(tmp_path,
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_policy_learns_to_call_its_calculator(tmp_path, seed):
-    summary = demo(tmp_path, f"seed={seed}", config="configs/tools.toml")
+    summary = demo(tmp_path, f"seed={seed}", config="configs/demos/tools/job.toml")
     assert summary["before"]["mean"] <= 0.1
     assert summary["after"]["mean"] >= 0.85
 
@@ -46,7 +46,7 @@ def test_a_policy_learns_to_call_its_calculator(tmp_path, seed):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_policy_learns_to_ask_its_user_first(tmp_path, seed):
-    summary = demo(tmp_path, f"seed={seed}", config="configs/dialogue.toml")
+    summary = demo(tmp_path, f"seed={seed}", config="configs/demos/dialogue/job.toml")
     assert summary["before"]["mean"] <= 0.1
     assert summary["after"]["mean"] >= 0.85
 

@@ -12,10 +12,8 @@ from PIL import Image
 from transformers import pipeline
 
 from infra.store.shards import read_shard
-from models.config.data import PicturesData
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.data.images import digest_of
-from models.data.pictures import picture_problems
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Request
 from models.records.media import InMemoryImages, Media
@@ -27,13 +25,15 @@ from tasks.run.keys import PROMPTS, StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chat_server import chat_server, reply_with
+from tests.support.demos import demo_module
 from tests.support.jobs import files_of
 from tests.support.stored_runs import open_tiny
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 FAMILY = "vision"
 
-DATA = PicturesData(train_problems=12, heldout_problems=3)
+PICTURES = demo_module("vision", "pictures")
+DATA = PICTURES.PicturesData(train_problems=12, heldout_problems=3)
 RED = "rewards=[{kind='target', target='tests.support.rewards:share_of_red'}]"
 
 
@@ -49,7 +49,7 @@ def rollouts_in(run):
 def test_every_rollout_names_the_image_of_its_prompt_and_the_store_has_it(whole):
     run = open_tiny(whole)
     media, found = media_of(run), rollouts_in(run)
-    drawn = {split: picture_problems(DATA, split, 0) for split in ("train", "heldout")}
+    drawn = {split: PICTURES.picture_problems(DATA, split, 0) for split in ("train", "heldout")}
     assert {*media.digests} == {digest_of(problem.images[0]) for each in drawn.values() for problem in each}
     for key, table in found.items():
         problems = drawn["heldout" if key.startswith("eval") else "train"]
@@ -165,7 +165,7 @@ def test_the_prefect_summary_shows_thumbnails_and_the_table_names_the_images(who
 
 
 def test_an_exported_policy_generates_the_same_text_in_the_pipeline_of_transformers(whole, tmp_path):
-    problems = picture_problems(PicturesData(train_problems=8, heldout_problems=1), "train", 7)
+    problems = PICTURES.picture_problems(PICTURES.PicturesData(train_problems=8, heldout_problems=1), "train", 7)
     target = tmp_path / "policy"
     exported = whole.command("export-policy", "--to", str(target))
     assert exported.code == 0, exported.output

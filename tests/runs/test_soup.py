@@ -25,8 +25,9 @@ from tasks.run.keys import StageKey, evaluation_key
 from tasks.soup.record import SoupRecord, latest_records, soup_policy, verify_soup
 from tests.support.chaos import run_driver
 from tests.support.chaos_families import SMALLEST_SOUP
+from tests.support.demos import demo_job
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import ROOT, Fault, Job, manifests_of
+from tests.support.jobs import Fault, Job, manifests_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 WEIGHTS = "model.safetensors"
@@ -36,7 +37,7 @@ SMALL_SOUP = ("soup.grid=3", "soup.statistics_prompts=4")
 
 def tiny(store: str, *overrides: str) -> RunConfig:
     """Settings of the smallest job."""
-    return load_config(ROOT / "configs/soup.toml", [*SMALL, *SMALL_SOUP, f"store={json.dumps(store)}", *overrides])
+    return load_config(demo_job("soup"), [*SMALL, *SMALL_SOUP, f"store={json.dumps(store)}", *overrides])
 
 
 class Killed(Exception):
@@ -104,7 +105,7 @@ def test_a_killed_soup_continues_and_repeats_no_evaluation(soup):
 def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weights(tmp_path, prefect_api):
     import flows.soup
 
-    job, store = Job(tmp_path, prefect_api, document=(ROOT / "configs/soup.toml").read_text()), tmp_path / "store"
+    job, store = Job(tmp_path, prefect_api, document=demo_job("soup").read_text()), tmp_path / "store"
     with InProcessJob(tmp_path, prefect_api).prefect():
         whole = run_flow(flows.soup.soup(load_config(job.configured(), [*SMALLEST_SOUP, f"store='{store}'"])))
     store.rename(tmp_path / "whole")  # runs name the directories of the policies from which they start
@@ -261,9 +262,9 @@ def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp
 
 def test_a_constant_reward_term_is_refused(tmp_path, prefect_api, capfd):
     job = InProcessJob(tmp_path, prefect_api)
-    thorough = 'kind="target", name="thorough", target="models.rewards.list_length:near", options={items=14, factor=1}'
+    thorough = 'kind="target", name="thorough", target="list_length:near", options={items=14, factor=1}'
     rewards = f'scoring.rewards=[{{{thorough}}}, {{kind="regex", name="brief", pattern="^"}}]'
-    demo, unset = (ROOT / "configs/soup.toml").read_text(), tmp_path / "soup.toml"
+    demo, unset = demo_job("soup").read_text(), tmp_path / "soup.toml"
     assert demo.count("\nproblems = 64\n") == 1
     unset.write_text(demo.replace("\nproblems = 64\n", "\n"))
     with job.prefect():
@@ -279,7 +280,7 @@ def test_a_soup_of_three_rewards_has_three_backbones_and_a_lattice(tmp_path, pre
     job = InProcessJob(tmp_path, prefect_api)
     terms = {"thorough": 14, "brief": 2, "middling": 8}
     rewards = [
-        f'{{kind="target",name="{name}",target="models.rewards.list_length:near",options={{items={items},factor=1}}}}'
+        f'{{kind="target",name="{name}",target="list_length:near",options={{items={items},factor=1}}}}'
         for name, items in terms.items()
     ]
     changes = (

@@ -7,23 +7,23 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from models.config.data import PicturesData
-from models.data.pictures import CELLS, draw_cells
 from models.data.problems import Problem, load_problems
 from models.modeling.policy import load_vision
 from models.text.tokenizer import load_tokenizer, tokenize_problems
+from tests.support.demos import demo_module
 from tests.support.jobs import RHEOSTAT, demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-BLANK = draw_cells([None] * CELLS**2)
+PICTURES = demo_module("vision", "pictures")
+BLANK = PICTURES.draw_cells([None] * PICTURES.CELLS**2)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
 def trained(request, tmp_path_factory):
     """Home of a finished run, its seed and its summary."""
     home = tmp_path_factory.mktemp("vision")
-    return home, request.param, demo(home, f"seed={request.param}", config="configs/vision.toml")
+    return home, request.param, demo(home, f"seed={request.param}", config="configs/demos/vision/job.toml")
 
 
 def answers_of(directory: Path, problems: list[Problem], *, shown: bytes | None) -> list[str]:
@@ -55,7 +55,7 @@ def test_heldout_accuracy_rises_from_a_fifth_at_most_to_nine_tenths_at_least(tra
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_verdicts_of_a_vision_judge_train_the_policy_to_count(seed, tmp_path):
-    summary = demo(tmp_path, f"seed={seed}", config="configs/vision-judge.toml")
+    summary = demo(tmp_path, f"seed={seed}", config="configs/demos/vision/vision-judge.toml")
     assert summary["before"]["mean"] <= 0.3
     assert summary["after"]["mean"] >= 0.7
 
@@ -64,7 +64,7 @@ def test_with_blank_pictures_the_policy_is_right_only_if_the_answer_is_zero(trai
     home, seed, _ = trained
     command = [RHEOSTAT, "export-policy", "vision", "--store", str(home / "runs"), "--to", str(home / "policy")]
     subprocess.run(command, check=True)
-    problems = load_problems(PicturesData(), "heldout", seed)
+    problems = load_problems(PICTURES.PicturesData(), "heldout", seed)
     zeros = sum(problem.answer == " #### 0" for problem in problems) / len(problems)
     assert share_right(home / "policy", problems) >= 0.9
     assert share_right(home / "policy", problems, shown=BLANK) <= zeros + 0.05

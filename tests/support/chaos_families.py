@@ -34,6 +34,7 @@ from tests.support.chaos import (
     schedule_of,
     write_to,
 )
+from tests.support.demos import demo_job
 from tests.support.jobs import (
     GO_ON,
     PATIENCE,
@@ -71,7 +72,7 @@ SMALLEST_SOUP = (
     *("iterations=1", "warmup.steps=20", "rollout.prompts=2", "rollout.shard_prompts=2", "evaluation.problems=4"),
     *("soup.grid=3", "soup.statistics_prompts=4", "soup.corners='merge'"),
 )
-"""Overrides of configs/soup.toml for tests that start the soup several times."""
+"""Overrides of configs/demos/soup/job.toml for tests that start the soup several times."""
 
 S = TypeVar("S")
 
@@ -169,7 +170,7 @@ def plan_family(name: str, home: Path, api: str, seeds: Sequence[int], stack: Ex
 def plan_soup(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
     """Kill the process of a soup of several runs at random writes."""
     # Runs name the directories of the policies from which they start, so every soup is made in the same directory.
-    document, here, whole = (ROOT / "configs/soup.toml").read_text(), home / "soup", home / "whole"
+    document, here, whole = demo_job("soup").read_text(), home / "soup", home / "whole"
     job = Job(here, api, counts_works=True, document=document)
 
     def start(fault: Fault | None) -> tuple[int, str]:

@@ -21,7 +21,12 @@ from typing import Any
 
 import psutil
 
+from infra.demos import DEMOS, demo_names
+from infra.plugins import register_target_folder
 from tests.support.processes import die_with_parent
+
+for demonstration in demo_names():
+    register_target_folder(DEMOS / demonstration)  # jobs of tests use their data and rewards
 
 ROOT = Path(__file__).parents[2]
 

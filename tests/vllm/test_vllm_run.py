@@ -116,9 +116,9 @@ SEEING = """
 name = "tiny"
 iterations = 2
 [data]
-kind = "pictures"
-train_problems = 6
-heldout_problems = 8
+kind = "target"
+target = "pictures:PicturesData"
+options = { train_problems = 6, heldout_problems = 8 }
 [policy]
 kind = "scratch_vision"
 [warmup]

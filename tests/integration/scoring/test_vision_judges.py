@@ -12,7 +12,7 @@ from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
-from models.config.data import FileData, PicturesData
+from models.config.data import FileData
 from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
 from models.config.objectives import UpdateConfig
 from models.config.policy import VisionScratchPolicy
@@ -38,6 +38,7 @@ from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
 from tests.support.chat_server import ChatRequest, Reply, chat_server, reply_with
+from tests.support.demos import demo_part
 from tests.support.judged import answer_from_image, answer_without_image, read_colour
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
@@ -335,7 +336,9 @@ def test_training_a_judge_changes_its_vision_tower_its_projector_and_its_languag
 
 
 def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
-    problems = load_problems(PicturesData(train_problems=4, heldout_problems=1), "train", 0)
+    problems = load_problems(
+        demo_part("vision/pictures:PicturesData")(train_problems=4, heldout_problems=1), "train", 0
+    )
     policy = VisionScratchPolicy()
     tokenizer = vision_tokenizer(policy, problem_texts(problems))
     save_vision_scratch(policy, build_vision_scratch(policy, tokenizer, seed=0), tokenizer, tmp_path)

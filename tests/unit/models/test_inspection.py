@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from infra.demos import DEMOS
 from infra.errors import BadInput
 from infra.variants import check_implementation
 from models.commands.preflight import LOSS, LOSS_NAMED
@@ -30,7 +31,10 @@ from tasks.config.run import load_config
 from tests.support.model_files import change_files
 
 HOME = Path(__file__).parents[3]
-CONFIGS = sorted({*HOME.glob("configs/*.toml")} - {HOME / f"configs/{name}.toml" for name in ("retriever", "hub")})
+CONFIGS = sorted(
+    {*HOME.glob("configs/*.toml"), *DEMOS.glob("*/*.toml")}
+    - {HOME / f"configs/{name}.toml" for name in ("retriever", "hub")}
+)
 KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 LORA = LoraConfig(rank=3, targets=("q_proj", "down_proj"))
 
@@ -102,14 +106,14 @@ def test_a_saved_directory_is_inspected_without_torch(directory):
 def test_the_input_checks_of_text_configurations_need_no_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(HOME)
     for path in CONFIGS:
-        if path.stem.startswith("vision") or load_config(path).policy.generates_images:
+        if path.parent.name == "vision" or load_config(path).policy.generates_images:
             continue  # these policies are inspected with their torch modules
         config = load_config(path, ["update.lora.rank=4", 'rollout.engine={kind="transformers"}'])
         if path.stem == "distill":  # this configuration names a teacher directory
             tokenizer = scratch_tokenizer(config.policy, load_problems(config.data, "train", config.seed))
             save_policy(build_scratch(config.policy, tokenizer, seed=1), tokenizer, tmp_path / "teacher")
             config = load_config(path, [f'algorithm.distillation.teacher.path="{tmp_path / "teacher"}"'])
-        (tmp_path / f"{path.stem}.json").write_text(config.model_dump_json())
+        (tmp_path / f"{config.name}.json").write_text(config.model_dump_json())
     code = (
         "from models.commands.preflight import Inputs, check\n"
         "for path in sorted(Path(sys.argv[1]).glob('*.json')):\n"

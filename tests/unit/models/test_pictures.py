@@ -8,11 +8,13 @@ from random import Random
 import numpy as np
 from PIL import Image
 
-from models.config.data import PicturesData
 from models.data.arithmetic import right_completion, wrong_completion
-from models.data.pictures import CELL, CELLS, COLOURS, MASKS
 from models.data.problems import Problem, load_problems
+from tests.support.demos import demo_module
 
+PICTURES = demo_module("vision", "pictures")
+CELL, CELLS, COLOURS, MASKS = PICTURES.CELL, PICTURES.CELLS, PICTURES.COLOURS, PICTURES.MASKS
+PicturesData = PICTURES.PicturesData
 DATA = PicturesData(train_problems=200, heldout_problems=40)
 
 

@@ -23,13 +23,14 @@ from models.data.problems import load_problems
 from models.records.schemas import VERDICT_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
-from models.rewards.arithmetic_steps import wrong_steps
 from models.rewards.evaluate import Case, Evaluator
 from models.text.steps import StepValues, split_steps
 from models.workers.scoring import ScoringWorker
+from tests.support.demos import demo_part
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_shards import rollout, write_rollouts
 
+wrong_steps = demo_part("capo/arithmetic_steps:wrong_steps")
 LINES = PatternSteps(pattern=r"\n")
 STEPWISE = TargetReward(
     name="stepwise", target="tests.support.rewards:stepwise", per="step", steps=LINES, options={"scale": 2.0}

@@ -3,7 +3,6 @@
 import pytest
 
 from infra.errors import BadInput
-from models.config.data import MeasuresData
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment
 from models.config.policy import ScratchPolicy
@@ -12,9 +11,10 @@ from models.config.users import DirectoryUser, TrainedUser
 from models.data.problems import Message, Problem, load_problems
 from models.environments.user_view import Transcript, fill_instructions, user_examples
 from models.inspection.users import check_user
+from tests.support.demos import demo_part
 from tests.support.policies import write_policy
 
-DATA = MeasuresData(train_problems=300, heldout_problems=30)
+DATA = demo_part("dialogue/measures:MeasuresData")(train_problems=300, heldout_problems=30)
 TRAINED = TrainedUser(shape=ScratchPolicy(hidden_size=16, intermediate_size=16, context=64))
 
 

@@ -17,7 +17,7 @@ UNCACHED = "rollout.engine.prefix_caching=false"
 SERVERS = 'rollout.engine.base_urls=["http://127.0.0.1:8000"]'
 FLASH = ("update.attention=flash_attention_2", "update.dtype=bfloat16", "pools.gpus_per_update_rank=1")
 WEIGHTLESS = "scoring.rewards=[{kind='numeric',weight=0}]"
-STEPS = "{kind='target',target='models.rewards.arithmetic_steps:wrong_steps',per='step'}"
+STEPS = "{kind='target',target='arithmetic_steps:wrong_steps',per='step'}"
 OUTCOME_AND_STEPS = f"scoring.rewards=[{{kind='numeric',weight=2}},{STEPS}]"
 LOW_OUTCOME = f"scoring.rewards=[{{kind='numeric',weight=0.5}},{STEPS}]"
 JUDGE = "scoring.rewards=[{kind='judge',slots=2,model={kind='trained',engine={kind='vllm',tensor_parallel=4}}}]"

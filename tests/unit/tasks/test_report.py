@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.cli.app import main
+from infra.demos import DEMOS
 from infra.errors import BadInput, Damaged
 from infra.store.local import LocalStore
 from infra.store.manifests import Manifest
@@ -201,13 +202,13 @@ def test_a_report_shows_the_rows_that_drop_left_out_but_not_the_blank_completion
     ]
 
 
-CONFIGS = sorted({*ROOT.glob("configs/*.toml")} - {ROOT / "configs/retriever.toml"})
+CONFIGS = sorted({*ROOT.glob("configs/*.toml"), *DEMOS.glob("*/*.toml")} - {ROOT / "configs/retriever.toml"})
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(ROOT / "configs"))
 def test_a_bundled_configuration_is_valid_named_after_its_file_and_reproduced_by_its_report(path):
     config = load_config(path)
-    assert config.name == path.stem
+    assert config.name == (path.parent.name if path.stem == "job" else path.stem)
     identity = config.identity()
     again = override_config(tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page")
     assert again.identity() == identity | ({"iterations": 3} if "iterations" in identity else {})

@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
+from infra.plugins import register_demo
 from tasks.run.target_sources import library_version, rheostat_version, sources_of
 
 
@@ -64,7 +65,11 @@ def test_libraries_are_named_and_not_read_and_rheostats_modules_are_neither(writ
     found = sources_of("app_h:f", sys.path)
     assert {*found.modules} == {"app_h"}
     assert found.libraries == {"numpy", "yaml"}
-    assert modules("models.rewards.arithmetic_steps:wrong_steps") == set()
+    assert (
+        modules("models.rewards.rules:load_reward")
+        == modules(register_demo("capo/arithmetic_steps:wrong_steps"))
+        == set()
+    )
 
 
 def test_an_installed_target_is_read_together_with_its_package(write):

@@ -1,4 +1,4 @@
-"""Reward for the length of a list. A demo of preferences uses two such rewards, which prefer different lengths."""
+"""Reward for the length of a list. The job has two such rewards, which prefer different lengths."""
 
 from typing import Final
 

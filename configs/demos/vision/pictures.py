@@ -1,4 +1,4 @@
-"""Pictures of colored shapes to count, for a demo of vision-language policies that trains on a laptop. Torch-free.
+"""Pictures of colored shapes to count, for vision-language policies.
 
 A picture has 3 x 3 cells. Each cell is empty or contains a circle, a square or a cross in one of four colors. The
 worked answer to "How many red?" reads the cells row by row, each with the count so far:
@@ -10,16 +10,16 @@ A bare guess is right about one time in seven. A worked answer is right if the c
 
 from io import BytesIO
 from random import Random
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import Field
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.data import PicturesData
-from models.data.problems import Problem, sample_problems
+from models.config.data import GeneratedData
+from models.data.generated import sample_problems
+from models.data.problems import Problem
 
 CELLS: Final = 3
 CELL: Final = 8
@@ -52,24 +52,24 @@ MASKS: Final = _masks()
 """Pixels of a cell that each shape covers, by the letter of the shape."""
 
 
+class PicturesData(GeneratedData):
+    """Settings of the generated questions about pictures."""
+
+    implementation = "pictures:picture_problems"
+    guess_template = " #### {}"
+    max_guess = 9
+
+    train_problems: Annotated[int, Field(ge=1)] = 3072
+
+
 def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]:
     """Generate the problems of a split ("train" or "heldout"). No two problems ask the same question about the same
-    picture, and the same seed gives the same problems.
-
-    Raises BadInput if there are not enough different problems.
-    """
-    num_problems = data.train_problems if split == "train" else data.heldout_problems
+    picture, and the same seed gives the same problems."""
     rng = Random(f"{seed}/{split}/pictures")
-    problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
-    if len(problems) < num_problems:
-        raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different picture')} "
-            f"could be generated. Lower data.{split}_problems."
-        )
-    return problems
+    return sample_problems(data, lambda source: _sample_problem(rng, source), split)
 
 
-def _sample_problem(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, source: str) -> Problem:
     """Sample one problem with its picture and its worked answer, which lists the cells with the count of shapes so
     far."""
     target_colour = _colour(rng)

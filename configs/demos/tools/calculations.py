@@ -1,8 +1,8 @@
-"""Word problems with one calculation each, for a demo of policies that learn to use a calculator. Torch-free.
+"""Word problems with one calculation each, which are almost only solved with the calculator in calculator.py.
 
     Cleo has 17 boxes of 13 pens. How many?
     <call>17*13</call>            the policy's first turn
-    <r>221</r>                    the answer of models/environments/calculator.py
+    <r>221</r>                    the answer of calculator.py
     #### 221                      the policy's second turn
 
 A guess is almost never right, and an answer after a call almost always, so the policy earns rewards by calling.
@@ -11,10 +11,9 @@ A guess is almost never right, and an answer after a call almost always, so the 
 from random import Random
 from typing import Final
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.data import CalculationsData
-from models.data.problems import Problem, sample_problems
+from models.config.data import GeneratedData
+from models.data.generated import sample_problems
+from models.data.problems import Problem
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("books", "coins", "cups", "eggs", "keys", "nuts", "pens", "toys")
@@ -26,24 +25,20 @@ QUESTIONS: Final = {
 SMALLEST, LARGEST = 2, 20
 
 
+class CalculationsData(GeneratedData):
+    """Settings of the generated word problems."""
+
+    implementation = "calculations:calculation_problems"
+    max_guess = 100
+
+
 def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[Problem]:
-    """Generate the calculation problems of a split ("train" or "heldout"). Questions are distinct, and the same seed
-    gives the same list.
-
-    Raises BadInput if there are not enough different questions.
-    """
-    num_problems = data.train_problems if split == "train" else data.heldout_problems
+    """Generate the problems of a split ("train" or "heldout"). The same seed gives the same problems."""
     rng = Random(f"{seed}/{split}/calculations")
-    problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
-    if len(problems) < num_problems:
-        raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different question')} "
-            f"could be generated. Lower data.{split}_problems."
-        )
-    return problems
+    return sample_problems(data, lambda source: _sample_problem(rng, source), split)
 
 
-def _sample_problem(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, source: str) -> Problem:
     """Sample one problem. Its worked solution consists of a turn that calls the calculator, the reply, and a turn with
     the answer."""
     sign = rng.choice(list(QUESTIONS))

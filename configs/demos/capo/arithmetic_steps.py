@@ -1,4 +1,4 @@
-"""Step checker for the arithmetic problems. It replaces a judge in demos of process rewards on a laptop.
+"""Reward for the steps of a worked answer to an arithmetic problem. A program checks them instead of a judge.
 
 Ana has 16 pens, buys 3, sells 4. How many?
 16+3=19 19-4=14 #### 14        the second step is miscalculated; the answer follows from it
@@ -7,8 +7,9 @@ Ana has 16 pens, buys 3, sells 4. How many?
 import re
 from typing import Final
 
-from models.data.arithmetic import GAINS, LOSSES
-
+GAINS: Final = ("buys", "finds")
+LOSSES: Final = ("sells", "loses")
+"""Verbs of the changes in a problem (`models/data/arithmetic.py`)."""
 WRONG: Final = -1.0
 """Reward of a wrong step. A correct step has the reward 0."""
 

@@ -1,4 +1,4 @@
-"""Questions about a measure that the prompt omits, for a demo of policies that learn to ask the user first. Torch-free.
+"""Questions about a measure that the prompt omits, so that the policy must ask the simulated user first.
 
     Cleo needs a lid. How wide?
     width?                        the policy's first turn
@@ -11,10 +11,9 @@ A guess is almost never right. An answer after the right question can always be 
 from random import Random
 from typing import Final
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.data import MeasuresData
-from models.data.problems import Problem, sample_problems
+from models.config.data import GeneratedData
+from models.data.generated import sample_problems
+from models.data.problems import Problem
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
@@ -23,24 +22,21 @@ ADJECTIVES: Final = {"width": "wide", "height": "high"}
 SMALLEST, LARGEST = 2, 40
 
 
+class MeasuresData(GeneratedData):
+    """Settings of the generated questions."""
+
+    implementation = "measures:measure_problems"
+    max_guess = 40
+
+
 def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]:
     """Generate the problems of a split ("train" or "heldout"). Problems differ in their question or in the measures
-    that the simulated user knows. The same seed gives the same problems.
-
-    Raises BadInput if there are not enough different problems.
-    """
-    num_problems = data.train_problems if split == "train" else data.heldout_problems
+    that the simulated user knows. The same seed gives the same problems."""
     rng = Random(f"{seed}/{split}/measures")
-    problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
-    if len(problems) < num_problems:
-        raise BadInput(
-            f"data.{split}_problems is {num_problems}, but only {format_count(len(problems), 'different problem')} "
-            f"could be generated. Lower data.{split}_problems."
-        )
-    return problems
+    return sample_problems(data, lambda source: _sample_problem(rng, source), split)
 
 
-def _sample_problem(rng: Random, *, source: str) -> Problem:
+def _sample_problem(rng: Random, source: str) -> Problem:
     """Sample one problem with its worked dialogue: the policy's question, the simulated user's reply, and the
     answer."""
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)

@@ -1,6 +1,6 @@
-"""Example environment: a calculator that answers `<call>17*13</call>` with `<r>221</r>`.
+"""Environment: a calculator that answers `<call>17*13</call>` with `<r>221</r>`.
 
-It is written like a user's environment and imports nothing from this project.
+It runs in a process that imports nothing of Rheostat.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _REFUSAL = "\n<r>?</r>\n"
 
 
 class Calculator:
-    """Example environment that computes the arithmetic in the `<call>` of each turn. A turn without a call ends the
+    """Environment that computes the arithmetic in the `<call>` of each turn. A turn without a call ends the
     episode."""
 
-    def step(self, turn: Any) -> str | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py, not imported
+    def step(self, turn: Any) -> str | None:  # noqa: ANN401 -- has a `text`; docs/environments.md
         """Return the result of the turn's call, or `<r>?</r>` if the call cannot be parsed. Returns None, which ends
         the episode, if the turn has no call."""
         if "<call>" not in turn.text:

@@ -1,0 +1,48 @@
+"""Demonstrations: folders with a job and the Python modules that the job names by `target`, as a user writes them.
+
+Stored runs and older jobs name parts of the demonstrations by a former `kind` or import string. The tables below map
+these names to the modules. A run that uses a demonstration where Rheostat installed it still records the former name,
+so its identity stays the same, and the version of Rheostat covers the code. A copy that `rheostat init --example` wrote
+is code of the user.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+DEMOS: Final = (Path(__file__).parent / "deploy" / "configs" / "demos").resolve()
+"""Folder of all demonstrations. In a checkout, this is configs/demos, to which infra/deploy/configs is a link."""
+
+FORMER_DATA_KINDS: Final = {
+    "calculations": "tools/calculations:CalculationsData",
+    "measures": "dialogue/measures:MeasuresData",
+    "pictures": "vision/pictures:PicturesData",
+}
+"""Former values of `data.kind`, with the folder, module and class of the data source."""
+
+FORMER_TARGETS: Final = {
+    "models.data.lists:ListData": "soup/packing:ListData",
+    "models.environments.calculator:Calculator": "tools/calculator:Calculator",
+    "models.rewards.arithmetic_steps:wrong_steps": "capo/arithmetic_steps:wrong_steps",
+    "models.rewards.list_length:near": "soup/list_length:near",
+}
+"""Former import strings, with the folder, module and name of the object."""
+
+
+def demo_names() -> list[str]:
+    """Return the names of all demonstrations, sorted."""
+    return sorted(path.parent.name for path in DEMOS.glob("*/job.toml"))
+
+
+def find_former_name(part: type, former: Mapping[str, str]) -> str | None:
+    """Return the former name of a class that is part of an installed demonstration. Return None for other classes.
+    `former` is one of the tables of this module."""
+    file = Path(getattr(sys.modules[part.__module__], "__file__", None) or "")
+    place = f"{file.parent.name}/{part.__module__}:{part.__qualname__}"
+    return next((name for name, other in former.items() if other == place and is_in_demo(file)), None)
+
+
+def is_in_demo(path: Path) -> bool:
+    """Return whether a file belongs to an installed demonstration."""
+    return path.resolve().is_relative_to(DEMOS)
