@@ -17,15 +17,20 @@ DEMOS: Final = (Path(__file__).parent / "deploy" / "configs" / "demos").resolve(
 FORMER_DATA_KINDS: Final = {
     "calculations": "tools/calculations:CalculationsData",
     "measures": "dialogue/measures:MeasuresData",
+    "paintings": "paint/paintings:PaintingsData",
     "pictures": "vision/pictures:PicturesData",
 }
 """Former values of `data.kind`, with the folder, module and class of the data source."""
+
+FORMER_REWARD_KINDS: Final = {"painting": "models.rewards.painting:painting_reward"}
+"""Former values of `kind` in `scoring.rewards`, with their former import strings."""
 
 FORMER_TARGETS: Final = {
     "models.data.lists:ListData": "soup/packing:ListData",
     "models.environments.calculator:Calculator": "tools/calculator:Calculator",
     "models.rewards.arithmetic_steps:wrong_steps": "capo/arithmetic_steps:wrong_steps",
     "models.rewards.list_length:near": "soup/list_length:near",
+    "models.rewards.painting:painting_reward": "paint/painting:painting",
 }
 """Former import strings, with the folder, module and name of the object."""
 
@@ -38,7 +43,7 @@ def demo_names() -> list[str]:
 def find_former_name(part: type, former: Mapping[str, str]) -> str | None:
     """Return the former name of a class that is part of an installed demonstration. Return None for other classes.
     `former` is one of the tables of this module."""
-    file = Path(getattr(sys.modules[part.__module__], "__file__", None) or "")
+    file = Path(getattr(sys.modules.get(part.__module__), "__file__", None) or "")
     place = f"{file.parent.name}/{part.__module__}:{part.__qualname__}"
     return next((name for name, other in former.items() if other == place and is_in_demo(file)), None)
 

@@ -164,7 +164,10 @@ def _rename_within(value: object, models: Sequence[type[BaseModel]], path: str, 
     if not isinstance(value, Mapping) or not models:
         return value
     if former := _find_former_kind(value, models):
-        report(f"{path}{_KIND} = {value[_KIND]!r}", f"{_KIND} = 'target' and {_describe_target(former)}")
+        report(
+            f"{path}{_KIND} = {value[_KIND]!r}",
+            f"{_KIND} = 'target' and {_describe_target(FORMER_TARGETS.get(former, former))}",
+        )
         return value  # validation reads the table
     if place := FORMER_TARGETS.get(str(value.get("target"))):
         report(f"{path}target = {value['target']!r}", _describe_target(place))
@@ -204,8 +207,8 @@ def _kinds_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _find_former_kind(table: Mapping[str, object], models: Sequence[type[BaseModel]]) -> str | None:
-    """Return the place, in a table of infra/demos.py, of the class that the table's `kind` named formerly. Return None
-    if `kind` is missing or is not a former one."""
+    """Return the place or former import string, in a table of infra/demos.py, of the code that the table's `kind` named
+    formerly. Return None if `kind` is missing or is not a former one."""
     kind, former = table.get(_KIND), (getattr(model, "former_kinds", {}) for model in models)
     return next((kinds[kind] for kinds in former if kind in kinds), None) if isinstance(kind, str) else None
 

@@ -9,8 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -50,8 +49,7 @@ from models.inspection import images
 from models.judges.checks import check_judge
 from models.modeling.unread_weights import collect_unread_weights
 from models.rewards.code import check_code, read_tests
-from models.rewards.evaluate import check_rewards
-from models.rewards.rules import build_reward
+from models.rewards.evaluate import check_rewards, reference_checks
 from models.vision.processor import VisionProcessor
 
 if TYPE_CHECKING:
@@ -188,18 +186,17 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
     input_errors.check()
     if inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
-    checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
-    checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
-    checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]
-    for problem in (*train, *heldout):
-        with input_errors.collect(problem.source):
-            for kind, check_reference in checks:
-                try:
-                    check_reference(problem.answer)
-                except ValueError as error:
-                    raise BadInput(
-                        f"{problem.source}: reward {kind!r} cannot use the reference answer: {error}"
-                    ) from error
+    with reference_checks(inputs.scoring) as checks:
+        checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]
+        for problem in (*train, *heldout):
+            with input_errors.collect(problem.source):
+                for name, check_reference in checks:
+                    try:
+                        check_reference(problem.answer)
+                    except ValueError as error:
+                        raise BadInput(
+                            f"{problem.source}: reward {name!r} cannot use the reference answer: {error}"
+                        ) from error
     input_errors.check()
 
 

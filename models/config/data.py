@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Since
+from infra.config import Positive, Since
 from infra.demos import FORMER_DATA_KINDS
 from infra.renamed import RenamedFrom
 from infra.store.inputs import DataLocation, Location, ModelLocation
@@ -124,25 +124,6 @@ class ArithmeticData(GeneratedData):
     kind: Literal["arithmetic"] = "arithmetic"
     operations: Annotated[int, Field(ge=1, le=8)] = 4
     """Number of additions or subtractions per problem."""
-
-
-class PaintingsData(DataSource):
-    """Descriptions of pictures that the policy must generate, such as "red square left" (3 colors, 2 shapes, 4 places),
-    for text-to-image policies. Held-out prompts describe the same pictures with the words in another order: "left red
-    square"."""
-
-    implementation = "models.data.paintings:painting_problems"
-    pictures = "models.data.paintings:pretraining_pictures"
-
-    kind: Literal["paintings"] = "paintings"
-    caption_noise: Annotated[Fraction, RenamedFrom("lies")] = 0.5
-    """Share of wrong captions (random color and place) among the pictures on which warm-up trains a policy without
-    pretrained weights."""
-
-    @property
-    def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems: one for each of the 24 possible pictures."""
-        return 24
 
 
 class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
@@ -340,10 +321,5 @@ class TargetData(Target):
 
 DataConfig = Annotated[
     DataSource,
-    OneOf(
-        (
-            *(ArithmeticData, PaintingsData, FileData),
-            *(MixtureData, DeduplicatedData, TargetData),
-        )
-    ),
+    OneOf((*(ArithmeticData, FileData, MixtureData, DeduplicatedData, TargetData),)),
 ]

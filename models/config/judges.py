@@ -8,10 +8,11 @@ from infra.config import Fraction, Positive, Settings, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import ModelLocation
 from infra.variants import Variant
+from models.config.clip_rewards import ClipSettings
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
-from models.config.reward_terms import ClipSettings, Granularity, RewardTerm, StepAggregation
+from models.config.reward_terms import Granularity, RewardTerm, StepAggregation
 from models.config.texts import AppendedTokens, ContinuingModel
 from models.config.training import SupervisedWarmup
 from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig

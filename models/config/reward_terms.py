@@ -2,14 +2,22 @@
 
 import re
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 from infra.config import Settings, Since
+from infra.demos import FORMER_REWARD_KINDS
 from infra.plugins import ImportString, present_target
 from infra.processes.functions import RunFunction
-from infra.store.inputs import Location, ModelLocation, Program
+from infra.store.inputs import ModelLocation, Program
 from infra.variants import Variant
 
 Granularity = Literal["completion", "step", "token", "turn"]
@@ -217,74 +225,6 @@ class SimilarityReward(BuiltInReward):
         return True
 
 
-class PaintingReward(BuiltInReward):
-    """Reward of 1 if the picture is one shape of the requested color at the requested place, else 0. For `data.kind =
-    "paintings"`."""
-
-    implementation = "models.rewards.painting:painting_reward"
-    checks_references = True
-    example = '{ kind = "painting" }'
-
-    kind: Literal["painting"] = "painting"
-
-    @property
-    def uses_images(self) -> bool:
-        """Whether this reward reads images: always true."""
-        return True
-
-
-class ClipSettings(Settings):
-    """CLIP model, and the score that is computed from its embeddings."""
-
-    path: ModelLocation
-    """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name, or a
-    name on the Hub."""
-    value: Literal["cosine", "logit"] = "cosine"
-    """Score: "cosine" is the cosine similarity of the picture's and the prompt's embeddings, from -1 to 1. "logit" is
-    this similarity times the CLIP model's logit scale, divided by 100."""
-    head: Location | None = None
-    """Safetensors file of linear layers that map the normalized image embedding to one number, which is the score. If
-    not set, the score compares the picture with the prompt."""
-
-    @property
-    def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest score: -1 and 1 for a cosine similarity, None for logits and for a head."""
-        return (-1.0, 1.0) if self.value == "cosine" and self.head is None else None
-
-    @model_validator(mode="after")
-    def _require_one_score(self) -> Self:
-        if self.head is not None and self.value == "logit":
-            raise ValueError(
-                "value = 'logit' cannot be combined with head, because head already converts the image embedding to "
-                "the score. Remove one of them"
-            )
-        return self
-
-
-class ClipReward(ClipSettings, BuiltInReward):
-    """Score of the last generated picture by a CLIP model: its similarity to the prompt (such as PickScore or HPS), or
-    the output of an additional head on the picture's embedding.
-
-    The score is computed on the CPU in the scoring worker. The reward `clip_model` runs the same model in worker slots,
-    which may have GPUs. A prompt longer than the CLIP model's context is truncated.
-    """
-
-    implementation = "models.rewards.clip:clip_reward"
-    example = '{ kind = "clip", path = "models/pickscore", value = "logit" }'
-
-    kind: Literal["clip"] = "clip"
-
-    @property
-    def is_graded(self) -> bool:
-        """Whether the score can have more than two different values. This is always true."""
-        return True
-
-    @property
-    def uses_images(self) -> bool:
-        """Whether this reward reads images: always true."""
-        return True
-
-
 class TargetReward(RuleReward):
     """User-defined function `reward(prompt: str, completion: str, answer: str, **options)`.
 
@@ -297,6 +237,8 @@ class TargetReward(RuleReward):
 
     brings_code = True
     example = '{ kind = "target", target = "my_rewards:is_polite" }'
+    former_kinds: ClassVar[Mapping[str, str]] = FORMER_REWARD_KINDS
+    """Former values of `kind`, with the former import string of the function that is now part of a demonstration."""
 
     kind: Literal["target"] = "target"
     target: ImportString
@@ -310,6 +252,27 @@ class TargetReward(RuleReward):
     aggregate: StepAggregation = "mean"
     """Method that combines the scores of steps, tokens or turns into one number, where one number per completion is
     needed (such as metrics and evaluations)."""
+    checks_references: Annotated[bool, Since("0.2.0", before=False)] = False
+    """Whether the function is first called with every reference answer, an empty completion and no images. If it then
+    raises an exception, the run does not begin, and the message names the problem."""
+
+    @classmethod
+    def read_former_kind(cls, reward: object) -> object:
+        """Return the table of a reward. If its `kind` is a former one, the table names the function of the
+        demonstration instead."""
+        if not isinstance(reward, Mapping) or (kind := reward.get("kind")) not in [*cls.former_kinds]:
+            return reward
+        named = {**reward, "name": reward.get("name") or kind}
+        return named | {"kind": "target", "target": cls.former_kinds[kind], "checks_references": True}
+
+    @model_serializer(mode="wrap")
+    def _write_former_kind(self, write: SerializerFunctionWrapHandler) -> dict[str, JsonValue]:
+        fields: dict[str, JsonValue] = write(self)
+        kind = next((kind for kind, target in self.former_kinds.items() if target == self.target), None)
+        if kind is None:
+            return fields
+        name = None if self.name == kind else self.name
+        return {key: fields[key] for key in RewardTerm.model_fields if key in fields} | {"kind": kind, "name": name}
 
     @property
     def uses_images(self) -> bool:

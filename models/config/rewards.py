@@ -2,19 +2,18 @@
 
 from typing import Annotated, Final, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Settings
 from infra.store.inputs import Program
+from models.config.clip_rewards import ClipReward
 from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
 from models.config.reward_terms import (
     BuiltInReward,
-    ClipReward,
     CodeReward,
     EnvironmentReward,
     MathReward,
     NumericReward,
-    PaintingReward,
     RegexReward,
     RewardTerm,
     RuleReward,
@@ -23,7 +22,7 @@ from models.config.reward_terms import (
 )
 from models.config.text_rewards import TextReward
 
-BuiltInConfig = NumericReward | MathReward | RegexReward | TextReward | SimilarityReward | PaintingReward | ClipReward
+BuiltInConfig = NumericReward | MathReward | RegexReward | TextReward | SimilarityReward | ClipReward
 
 _AnyReward = BuiltInConfig | TargetReward | CodeReward | EnvironmentReward | ServedReward
 
@@ -49,6 +48,12 @@ class ScoringConfig(Settings):
     max_missing: Fraction = 0.05
     """Maximum share of scores that may be missing in an iteration. If it is exceeded, the iteration fails."""
 
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _read_former_kinds(cls, rewards: object) -> object:
+        is_list = isinstance(rewards, list | tuple)
+        return [TargetReward.read_former_kind(reward) for reward in rewards] if is_list else rewards
+
     @property
     def terms(self) -> tuple[str, ...]:
         """Column names of all reward terms, in configuration order."""
@@ -63,6 +68,12 @@ class ScoringConfig(Settings):
     def built_in_rules(self) -> tuple[BuiltInReward, ...]:
         """Rewards that are computed by a function that ships with Rheostat."""
         return tuple(reward for reward in self.rewards if isinstance(reward, BuiltInReward))
+
+    @property
+    def checking_targets(self) -> dict[str, TargetReward]:
+        """Users' rewards that check the reference answers before the run begins, keyed by column name."""
+        pairs = zip(self.terms, self.rewards, strict=True)
+        return {term: reward for term, reward in pairs if isinstance(reward, TargetReward) and reward.checks_references}
 
     @property
     def process_terms(self) -> tuple[str, ...]:

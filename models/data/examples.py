@@ -88,7 +88,7 @@ def picture_examples(data: DataConfig, warmup: SupervisedWarmup, seed: int) -> l
     if not data.pictures:
         raise BadInput(
             f"[warmup] of a text-to-image policy trains on pictures, but data.kind = {data.label!r} provides none. "
-            "Remove [warmup], or set data.kind = 'paintings'."
+            "Remove [warmup], or use a data source of your own with pictures."
         )
     num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from shutil import copyfile
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import pyarrow as pa
 import torch
@@ -26,8 +26,8 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 from infra.errors import BadInput
 from infra.store.contracts import Store
 from infra.store.inputs import fetch_path, format_path
+from models.config.clip_rewards import ClipReward, ClipSettings
 from models.config.judges import ClipModel, ClipModelReward
-from models.config.reward_terms import ClipReward, ClipSettings
 from models.data.problems import Problem
 from models.modeling.directory import copy_directory
 from models.modeling.policy import first_line, load_weights
@@ -35,7 +35,6 @@ from models.modeling.reward_model import ScoredTexts
 from models.records.media import Media
 from models.records.model_input import image_digests
 from models.records.work import JudgeWork
-from models.rewards.painting import PictureReward
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.vision.color_conversion import decode_rgb
 from models.vision.processor import BACKEND, SETTINGS
@@ -44,6 +43,14 @@ WHERE: Final = "reward 'clip': path"
 HEAD_FILE: Final = "clip_head.safetensors"
 """Name of the file with the head, in the copy of a CLIP model that a run stores."""
 OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
+
+
+class PictureReward(Protocol):
+    """Reward function that scores the last image of a completion."""
+
+    def __call__(self, prompt: str, completion: str, answer: str, /, *, images: Sequence[bytes] | None = None) -> float:
+        """Return the reward."""
+        ...
 
 
 def clip_reward(config: ClipReward) -> PictureReward:

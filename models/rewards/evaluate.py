@@ -10,7 +10,8 @@ Users' functions run in a process that imports no code of this project. Function
 process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -66,6 +67,8 @@ class Case:
         return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
 
+ReferenceCheck = Callable[[str], object]
+"""Function that raises ValueError if a reward cannot use a reference answer."""
 OURS = "models.rewards."
 """Prefix of the module names of Rheostat's built-in reward functions. Functions of other modules are the user's."""
 
@@ -286,6 +289,26 @@ def check_rewards(scoring: ScoringConfig) -> None:
             evaluator.start()
         finally:
             evaluator.close()
+
+
+@contextmanager
+def reference_checks(scoring: ScoringConfig) -> Iterator[list[tuple[str, ReferenceCheck]]]:
+    """Yield a function for each reward that checks reference answers, with the name of the reward in messages. The
+    function raises ValueError if the reward cannot use an answer."""
+    checks: list[tuple[str, ReferenceCheck]] = [
+        (rule.label, partial(build_reward(rule), "", "")) for rule in scoring.built_in_rules if rule.checks_references
+    ]
+    with ExitStack() as stack:
+        for term, rule in scoring.checking_targets.items():
+            evaluator = stack.enter_context(closing(Evaluator(scoring.model_copy(update={"rewards": (rule,)}))))
+            checks.append((term, partial(_check_reference, evaluator)))
+        yield checks
+
+
+def _check_reference(evaluator: Evaluator, answer: str) -> None:
+    [verdict] = evaluator.evaluate([Case("", "", answer, tokens=())])
+    if verdict.error is not None:
+        raise ValueError(verdict.error.partition(": ")[2])
 
 
 def check_image_parameters(scoring: ScoringConfig) -> None:

@@ -159,7 +159,7 @@ def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatc
 
 
 def test_rescore_accepts_stored_images(job):
-    rewards = "rewards=[{kind='painting'}]"
+    rewards = "rewards=[{kind='target',target='painting:painting'}]"
     assert job.command("rescore", "--rewards", rewards, "--as", "again", "pools.cluster=threads").code == 0
     assert job.command("verify").code == 0
 

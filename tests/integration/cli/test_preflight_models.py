@@ -11,8 +11,8 @@ from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs
 
 PAINTINGS = (
-    "data.kind=paintings",
-    "scoring.rewards=[{kind='painting'}]",
+    "data={kind='target',target='paintings:PaintingsData'}",
+    "scoring.rewards=[{kind='target',name='painting',target='painting:painting',checks_references=true}]",
     "rollout.prompts=16",
     "rollout.group_size=2",
     "rollout.engine.kind=diffusers",

@@ -112,15 +112,17 @@ def test_every_documented_deploy_command_runs_without_prompts():
 
 
 @pytest.mark.system
-def test_a_wheel_has_the_files_of_deployments_and_init_writes_them(tmp_path):
+def test_a_wheel_has_the_files_of_deployments_and_demonstrations_and_init_writes_them(tmp_path):
     build = ["uv", "build", "--wheel", "--no-build-isolation", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
     here = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "VIRTUAL_ENV": sys.prefix, "HOME": str(tmp_path)}
     subprocess.run(build, env=here, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    command = [sys.executable, "-c", "import sys; from flows.cli.app import main; sys.exit(main())"]
-    command += ["init", "there", "--deployments"]
-    subprocess.run(command, cwd=tmp_path, env=here | {"PYTHONPATH": str(tmp_path / "installed")}, check=True)
+    rheostat = [sys.executable, "-c", "import sys; from flows.cli.app import main; sys.exit(main())"]
+    installed = {"cwd": tmp_path, "env": here | {"PYTHONPATH": str(tmp_path / "installed")}, "check": True}
+    subprocess.run([*rheostat, "init", "there", "--deployments"], **installed)
+    subprocess.run([*rheostat, "init", "mine", "--example", "tools"], **installed)
+    subprocess.run([*rheostat, "train", "mine/job.toml", "--dry-run", "data.kind=calculations"], **installed)
     written = {path.relative_to(tmp_path / "there") for path in (tmp_path / "there").rglob("*") if path.is_file()}
     listed = subprocess.run(["git", "ls-files", "configs"], cwd=ROOT, check=True, capture_output=True, text=True)
     examples = {Path(line) for line in listed.stdout.splitlines()}

@@ -17,8 +17,8 @@ from infra.errors import BadInput
 from infra.store.bundles import publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
+from models.config.clip_rewards import ClipReward
 from models.config.judges import ClipModel, ClipModelReward
-from models.config.reward_terms import ClipReward
 from models.config.rewards import ScoringConfig
 from models.data.images import digest_of, media_tables
 from models.modeling.initial import write_served_model

@@ -28,11 +28,11 @@ ENDPOINT = (
     "allowed_hosts=['teacher.example.com'],model='large'}"
 )
 DIFFUSION = (
-    "data.kind=paintings",
+    "data={kind='target',target='paintings:PaintingsData'}",
     "policy.kind=scratch_diffusion",
     "rollout.denoising.steps=6",
     "rollout.engine.kind=diffusers",
-    "scoring.rewards=[{kind='painting'}]",
+    "scoring.rewards=[{kind='target',name='painting',target='painting:painting',checks_references=true}]",
 )
 
 

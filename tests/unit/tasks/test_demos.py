@@ -96,6 +96,20 @@ def test_a_run_records_the_former_import_string_of_a_data_source_and_of_a_reward
     assert (rule.target, rule.function.target) == ("models.rewards.list_length:near", "list_length:near")
 
 
+def test_a_former_kind_of_reward_gives_the_same_run_and_one_warning(tmp_path):
+    rewards = {"rewards": [{"kind": "regex", "pattern": "a"}, {"kind": "painting", "weight": 2}]}
+    config, [warned] = read({"scoring": rewards}, tmp_path)
+    assert warned == (
+        f"{tmp_path}/job.toml: scoring.rewards.kind = 'painting' is deprecated. Write kind = 'target' and target = "
+        "'painting:painting', with painting.py from `rheostat init DIR --example paint`."
+    )
+    recorded = config.identity()["scoring"]["rewards"][1]
+    assert recorded == {"kind": "painting", "name": None, "weight": 2}
+    assert parse_config(config.identity(), source="run", recorded=True).identity() == config.identity()
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert config.scoring.terms == ("regex", "painting") and config.scoring.checking_targets.keys() == {"painting"}
+
+
 def test_the_version_of_rheostat_covers_the_code_of_an_installed_demonstration():
     assert not any(dependencies_of(load_demo("soup")).code.values())
 

@@ -15,9 +15,9 @@ from infra.renamed import RenamedFrom, RenamedValue
 from infra.store.runs import create_run, open_run
 from infra.terminal import command_app, run_command
 from infra.validation_errors import field_models
-from models.config.data import PaintingsData
 from tasks.config.run import _HOW, RunConfig, load_config, override_config, parse_config
 from tests.support.configurations import accepted, refusal
+from tests.support.demos import demo_part
 
 UPGRADING = Path(__file__).parents[3] / "docs/upgrading.md"
 
@@ -178,17 +178,17 @@ def test_a_file_and_an_override_may_have_different_spellings(tmp_path):
 @pytest.mark.filterwarnings(WARNED)
 def test_messages_have_the_present_names(tmp_path):
     assert "did you mean 'worked_answer_fraction'" in refusal("warmup.worked_fractio=1")
-    assert "'data.caption_noise', which only kind = 'paintings' has" in refusal("data.kind=arithmetic", "data.lies=0.5")
+    assert "'data.similarity', which only kind = 'deduplicated' has" in refusal(
+        "data.kind=arithmetic", "data.bound=0.5"
+    )
     config = accepted("name=old", f"store={tmp_path}", "warmup.worked_fraction=0.5")
     create_run(str(tmp_path), "old", config.identity())
     with pytest.raises(RunChanged, match=r"warmup\.worked_answer_fraction was 0\.5, is 0\.6"):
         open_run(str(tmp_path), "old").check_identity(accepted("name=old", "warmup.worked_answer_fraction=0.6"))
 
 
-class Sums(PaintingsData):
+class Sums(demo_part("paint/paintings:PaintingsData")):
     """A user's own source of problems."""
-
-    kind: str = ""  # type: ignore[assignment]
 
 
 def test_options_of_a_class_of_a_user_may_have_the_old_spelling(tmp_path):

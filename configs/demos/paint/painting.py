@@ -1,46 +1,30 @@
-"""Reward that checks the pixels of a generated picture for a shape of the requested color at the requested place.
-Torch-free."""
+"""Reward that checks the pixels of a picture for a shape of the requested color at the requested place.
 
-import math
-from collections.abc import Sequence
-from typing import Final, Protocol
+It runs in a process that imports nothing of Rheostat.
+"""
+
+from io import BytesIO
+from typing import Final
 
 import numpy as np
+from motifs import COLOURS, GROUND, PLACES, SIDE
 from numpy.typing import NDArray
+from PIL import Image
 from scipy.ndimage import label
-
-from models.config.reward_terms import PaintingReward
-from models.data.paintings import COLOURS, GROUND, PLACES, SIDE
-from models.vision.color_conversion import decode_rgb
 
 REACH: Final = 0.14
 """Maximum distance between the center of the shape and the requested place, as a fraction of the image's width. Places
 are at least 0.35 apart."""
 
 
-class PictureReward(Protocol):
-    """Reward function that scores the last image of a completion."""
+def painting(prompt: str, completion: str, answer: str, *, images: list[bytes]) -> float:
+    """Return 1 if the last picture shows one shape of the requested color at the requested place, else 0. The kind of
+    shape is not checked, and the reward is 0 without a picture.
 
-    def __call__(self, prompt: str, completion: str, answer: str, /, *, images: Sequence[bytes] | None = None) -> float:
-        """Return the reward. If `images` is None, only check the reference answer and return NaN."""
-        ...
-
-
-def painting_reward(config: PaintingReward) -> PictureReward:
-    """Return a reward function whose score is 1 if the image shows one shape of the requested color at the requested
-    place, else 0. The kind of shape is not checked."""
-
-    def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
-        """Return the reward of the last picture. Raises ValueError if there is no picture or the reference answer is
-        invalid."""
-        colour, place = _read_motif(answer)
-        if images is None:
-            return math.nan
-        if not images:
-            raise ValueError("the reward 'painting' scores generated pictures, but this completion has none")
-        return float(_detect_motif(_pixels(images[-1]), colour, place))
-
-    return reward
+    Raises ValueError if the reference answer names no color and place, or if the picture has an unexpected size.
+    """
+    colour, place = _read_motif(answer)
+    return float(_detect_motif(_pixels(images[-1]), colour, place)) if images else 0.0
 
 
 def _read_motif(answer: str) -> tuple[str, str]:
@@ -60,7 +44,7 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
     Larger images are reduced by averaging blocks. Raises ValueError if the image is not square or its side is not a
     multiple of `SIDE`.
     """
-    levels = np.asarray(decode_rgb(encoded), np.float64)
+    levels = np.asarray(Image.open(BytesIO(encoded)).convert("RGB"), np.float64)
     height, width, _ = levels.shape
     if height != width or height % SIDE:
         raise ValueError(

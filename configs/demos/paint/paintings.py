@@ -1,51 +1,39 @@
-"""Generated pictures for a demo of text-to-image policies that trains on a laptop. Torch-free.
+"""Pictures of 8 x 8 pixels that a text-to-image policy learns to generate, and the pictures on which warm-up trains it.
 
-A picture has 8 x 8 pixels. It shows one square or circle, 3 or 4 pixels wide, in one of three colors, at one of four
-places on a dark background. There are 24 motifs (combinations of color, shape and place). Training prompts describe a
-motif as "red square left", held-out prompts as "left red square".
+Training prompts describe a picture as "red square left", held-out prompts as "left red square".
 """
 
 from io import BytesIO
-from itertools import product
 from random import Random
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
+from motifs import COLOURS, GROUND, MOTIFS, PLACES, SIDE, WORDINGS, Motif
 from numpy.typing import NDArray
 from PIL import Image
 
-from models.config.data import PaintingsData
+from infra.config import Fraction
+from infra.renamed import RenamedFrom
+from models.config.data import DataSource
 from models.data.problems import Problem
 
-SIDE: Final = 8
-"""Side length of a picture in pixels."""
-COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230)}
-GROUND: Final = (20, 20, 20)
-SHAPES: Final = ("square", "circle")
-PLACES: Final = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
-"""Center of the shape for each place, as fractions: of the picture's width from the left, of its height from the
-top."""
-WORDINGS: Final = {"train": "{colour} {shape} {place}", "heldout": "{place} {colour} {shape}"}
-"""Template of the prompts of each split. The splits use the same words but have no prompt in common."""
 SHADE: Final = 25
 """Maximum random change of a color channel, on a scale of 0 to 255."""
 
 
-class Motif(NamedTuple):
-    """Content of a generated picture: one shape, with its color and its place."""
+class PaintingsData(DataSource):
+    """Settings of the pictures."""
 
-    colour: str
-    shape: str
-    place: str
+    implementation = "paintings:painting_problems"
+    pictures = "paintings:pretraining_pictures"
+
+    caption_noise: Annotated[Fraction, RenamedFrom("lies")] = 0.5
+    """Share of wrong captions (random color and place) among the pictures on which warm-up trains."""
 
     @property
-    def reference(self) -> str:
-        """Reference answer for rewards: color, shape and place, in the same order for every wording of the prompt."""
-        return " ".join(self)
-
-    def prompt(self, split: str) -> str:
-        """Return the prompt that describes this picture in a split ("train" or "heldout")."""
-        return WORDINGS[split].format(**self._asdict())
+    def num_heldout_problems(self) -> int | None:
+        """Number of held-out problems: one for each of the 24 pictures."""
+        return len(MOTIFS)
 
 
 class Captioned(NamedTuple):
@@ -54,10 +42,6 @@ class Captioned(NamedTuple):
     caption: str
     pixels: NDArray[np.float32]
     """Pixels of shape (8, 8, 3) with values from -1 to 1."""
-
-
-MOTIFS: Final = tuple(Motif(*each) for each in product(COLOURS, SHAPES, PLACES))
-"""All 24 possible contents of a picture: combinations of color, shape and place."""
 
 
 def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Problem]:
