@@ -51,8 +51,9 @@ class ScoringConfig(Settings):
     @field_validator("rewards", mode="before")
     @classmethod
     def _read_former_kinds(cls, rewards: object) -> object:
-        is_list = isinstance(rewards, list | tuple)
-        return [TargetReward.read_former_kind(reward) for reward in rewards] if is_list else rewards
+        if not isinstance(rewards, list | tuple):
+            return rewards
+        return [TargetReward.read_former_kind(reward) for reward in rewards]
 
     @property
     def terms(self) -> tuple[str, ...]:
