@@ -7,7 +7,7 @@ stored token with its own token, to find out whether the object is its own or wa
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +38,8 @@ RANGED_BYTES: Final = 64 << 20
 ranges."""
 _PART_BYTES: Final = 16 << 20
 _STREAMS: Final = 8
+_PARTS_IN_FLIGHT: Final = 4
+"""Maximum number of parts of an upload that the server has not acknowledged yet."""
 _ROUND: Final = 100
 """Common divisor of the page sizes of all known servers. A number of listed names that is not a multiple of it shows
 that the last page was not empty, so the listing is complete."""
@@ -94,9 +96,9 @@ class Bucket:
         """Replace an object if its ETag is `version`. Return the new ETag, or None if its ETag is another one."""
         return self._write(name, body, version=version if self.quotes_etags() else version.strip('"'))
 
-    def upload(self, name: str, path: Path) -> str:
+    def upload(self, name: str, path: Path, *, on_progress: Callable[[], None] = lambda: None) -> str:
         """Upload a large file in parts and return its ETag. If the object exists, it is replaced at the end of the
-        upload."""
+        upload. `on_progress` is called after each part, and when the upload is complete."""
         token = secrets.token_hex(16)
 
         def attempt() -> str:
@@ -106,12 +108,13 @@ class Bucket:
                 done = obstore.put(
                     self.parts,
                     name,
-                    path,
+                    _read_parts(path, on_progress),
                     attributes={_WRITER: token},
                     use_multipart=True,
                     chunk_size=_PART_BYTES,
-                    max_concurrency=4,
+                    max_concurrency=_PARTS_IN_FLIGHT,
                 )
+                on_progress()
                 return done["e_tag"] or ""
             except (BaseError, FileNotFoundError) as error:
                 stored = self._find(name)
@@ -356,6 +359,15 @@ class Bucket:
                 f"store {self.uri}: {what} ({times} attempt{'s' * (times > 1)} in {monotonic() - started:.1f} s): "
                 f"{message.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"
             ) from error
+
+
+def _read_parts(path: Path, on_progress: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the parts of a file that is uploaded. The client requests a part when the server has acknowledged an
+    earlier one, so `on_progress` is called before each part."""
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            on_progress()
+            yield part
 
 
 def _read_head(answer: "GetResult") -> ObjectHead:

@@ -18,6 +18,7 @@ from infra.store.cache import Cache, open_cache
 from infra.store.contracts import Entry, LockState, Store, StoreTraits, check_key, is_key
 from infra.store.disk import make_directory, scratch_directory, sweep
 from infra.store.lease import LEASE_SECONDS, BucketLease, acquire_lease, read_lease_state
+from infra.store.local import LocalStore
 from infra.store.object_service import TIMEOUTS, Service, Timeouts
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
@@ -63,13 +64,21 @@ class BucketStore:
     def requests(self) -> Mapping[str, int]:
         return self.bucket.requests.counts()
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        durable: bool = True,
+        cache: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> bool:
         check_key(key)
         self.bucket.quotes_etags()
         if isinstance(data, bytes) or data.stat().st_size <= WHOLE_BYTES:
             tag = self.bucket.create(key, data)
         else:
-            tag = None if self.exists(key) else self.bucket.upload(key, data)
+            tag = None if self.exists(key) else self.bucket.upload(key, data, on_progress=on_progress)
         if tag is not None and (cache or isinstance(data, Path)):
             self._keep(key, data, tag)
         return tag is not None
@@ -160,6 +169,9 @@ class BucketStore:
                 return
         _call_in_parallel(self.local_path, missing)
 
+    def staging(self) -> LocalStore:
+        return LocalStore(self._cached_root)
+
     def _download(self, key: str, path: Path) -> None:
         """Download an object into the cache, at `path`. Do nothing if another process has downloaded it while this
         process waited for the lock."""
@@ -204,7 +216,11 @@ class BucketStore:
             _remember_copy(self._cached(key))
 
     def _cached(self, key: str) -> Path:
-        return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
+        return self._cached_root / key
+
+    @property
+    def _cached_root(self) -> Path:
+        return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16]
 
     def _missing(self, key: str) -> Damaged:
         return Damaged(f"{key!r} is missing from {self.uri}. Restore the file from a copy of the store.")

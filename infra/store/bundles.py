@@ -1,9 +1,10 @@
 """Bundles: immutable directories, such as policies and optimizer states. A bundle is named by the digest of its table
 of contents."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -12,7 +13,7 @@ from blake3 import blake3
 from pydantic import Field, ValidationError
 
 from infra.config import Settings
-from infra.errors import BadInput, Damaged
+from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.checksums import canonical_json, digest_file
 from infra.store.contracts import Store, check_key
 from infra.store.shards import RETIRED, is_retired
@@ -94,16 +95,24 @@ def publish_bundle(
     ref = contents.ref(prefix)
     for name in contents.files:
         put_bundle_file(store, ref, contents, name, directory / name, durable=durable)
-    complete_bundle(store, ref, contents, durable=durable)
-    _known[store.uri, ref.key] = _stamp(store, ref)
+    complete_put_bundle(store, ref, contents, durable=durable)
     return ref
 
 
 def put_bundle_file(
-    store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
+    store: Store,
+    ref: BundleRef,
+    contents: Contents,
+    name: str,
+    data: bytes | Path,
+    *,
+    durable: bool = True,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Store one file of a bundle (stored folder). Several processes can store different files at the same time."""
-    _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
+    """Store one file of a bundle (stored folder). Several processes can store different files at the same time.
+    `on_progress` is called after each part of a large upload."""
+    digest = contents.files[name].digest
+    _put(store, f"{ref.key}/{name}", data, digest=digest, durable=durable, on_progress=on_progress)
 
 
 def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> bool:
@@ -115,9 +124,27 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
     return True
 
 
+def complete_put_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> None:
+    """Complete a bundle whose files this process and others have just put. This process then does not verify the files
+    again. Raises StoreFailed if a file is missing."""
+    if not complete_bundle(store, ref, contents, durable=durable):
+        raise StoreFailed(
+            f"bundle {ref.key!r} in {store.uri} cannot be completed, because a file that another process has written "
+            "is missing. All machines must use the same directory or bucket."
+        )
+    stamp = _stamp(store, ref)
+    if {name for name, *_ in stamp} == {*contents.files, CONTENTS}:  # a cache may lack files of other machines
+        _known[store.uri, ref.key] = stamp
+
+
 def sync_bundle(store: Store, ref: BundleRef) -> None:
     """Make a bundle (stored folder) durable (fsync). It is verified first, unless this process has already done so."""
     fetch_bundle(store, ref)
+    sync_bundle_files(store, ref)
+
+
+def sync_bundle_files(store: Store, ref: BundleRef) -> None:
+    """Make the files of a bundle (stored folder) durable (fsync), without verifying them."""
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
 
@@ -260,23 +287,6 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
         )
 
 
-def is_bundle_copy(directory: Path, digest: str) -> bool:
-    """Return whether a directory is a copy of the bundle whose digest starts with `digest`, judged by the names and
-    sizes of its files.
-
-    Only bundle.json is read. Changes in the content of other files are not detected.
-    """
-    table = directory / CONTENTS
-    if directory.is_symlink() or table.is_symlink() or not table.is_file():
-        return False
-    data = table.read_bytes()
-    if not blake3(data).hexdigest().startswith(digest):
-        return False
-    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not _plain_dir(path)}
-    expected = {name: file.bytes for name, file in Contents.model_validate_json(data).files.items()}
-    return {name: path.lstat().st_size for name, path in files.items()} == {**expected, CONTENTS: len(data)}
-
-
 def delete_bundle(store: Store, ref: BundleRef) -> None:
     """Delete a bundle (stored folder). bundle.json is deleted first, so that a partly deleted bundle no longer counts
     as a bundle. An interrupted deletion can be repeated."""
@@ -303,12 +313,21 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not a valid list: {error}") from error
 
 
-def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
-    if store.put(key, data, durable=durable):
+def _put(
+    store: Store,
+    key: str,
+    data: bytes | Path,
+    *,
+    digest: str,
+    durable: bool,
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
+    put = partial(store.put, key, data, durable=durable, cache=True, on_progress=on_progress)
+    if put():
         return
     if _stored_digest(store, key) != digest:
         store.delete(key)
-        store.put(key, data, durable=durable)
+        put()
     elif durable:
         store.sync(key)  # an earlier put may not have been durable
 

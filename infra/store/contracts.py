@@ -3,7 +3,7 @@ when it is complete, and never changes afterwards. If several processes write th
 of them succeeds."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
@@ -68,11 +68,19 @@ class Objects(Protocol):
         requests."""
         ...
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        durable: bool = True,
+        cache: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Write an object if its key is free. Return False and change nothing if the key is taken. With `cache`, bytes
         are also added to the local cache (files always are). Files in the store's scratch directory are moved, not
         copied. With `durable=False`, the object is complete for all processes, but a power failure before `sync` may
-        damage it."""
+        damage it. `on_progress` is called after each part of a large upload."""
         ...
 
     def sync(self, key: str) -> None:
@@ -140,6 +148,11 @@ class LocalFiles(Protocol):
         """Download objects that are known to exist into the local cache, in parallel. If `room` (the total size in
         bytes) is given, nothing is downloaded unless the cache has room for that many bytes. `LocalStore` does
         nothing."""
+        ...
+
+    def staging(self) -> "Store":
+        """Return a store on this machine in which files can be read before they are uploaded to this store. It has the
+        files in the directories where this store would cache them. `LocalStore` returns itself."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:

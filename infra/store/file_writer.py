@@ -8,7 +8,7 @@ the pieces, so the file is never read.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -33,28 +33,37 @@ HASH_THREADS: Final = 8
 
 
 def write_files(
-    files: Mapping[Path, Iterable[Piece]], *, on_progress: Callable[[], None] = lambda: None
+    files: Mapping[Path, Iterable[Piece]],
+    *,
+    skipped: Collection[Path] = (),
+    at_once: int = FILES_AT_ONCE,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> dict[Path, BundledFile]:
-    """Write files with these contents, and return the digest and size of each file, by path. Up to `FILES_AT_ONCE`
-    files are written at the same time. `on_progress` is called after each piece.
+    """Write files with these contents, and return the digest and size of each file, by path. Up to `at_once` files are
+    written at the same time. `on_progress` is called after each piece.
 
-    All pieces are produced in the calling thread. At most `PIECES_IN_FLIGHT` pieces of a file are kept in memory.
+    The pieces of the files `skipped` are produced but not written, because another process writes these files. All
+    pieces are produced in the calling thread, in an order that depends only on the numbers of pieces. At most
+    `PIECES_IN_FLIGHT` pieces of a file are kept in memory.
     """
-    waiting, active = deque(files.items()), deque[tuple[Path, _HashedContent]]()
+    waiting, active = deque(files.items()), deque[tuple[Path, _HashedContent | _SkippedContent]]()
     written: dict[Path, BundledFile] = {}
     with ExitStack() as open_files:
         while waiting or active:
-            if waiting and len(active) < FILES_AT_ONCE:
+            if waiting and len(active) < at_once:
                 path, pieces = waiting.popleft()
-                active.append((path, open_files.enter_context(_HashedContent(pieces, path=path))))
+                if path in skipped:
+                    active.append((path, _SkippedContent(pieces)))
+                else:
+                    active.append((path, open_files.enter_context(_HashedContent(pieces, path=path))))
                 continue
             path, file = active.popleft()
             if file.advance():
                 active.append((path, file))
                 on_progress()
-            else:
-                written[path] = file.finish()
-    return {path: written[path] for path in files}
+            elif (described := file.finish()) is not None:
+                written[path] = described
+    return {path: written[path] for path in files if path in written}
 
 
 def write_hashed(path: Path, pieces: Iterable[Piece]) -> BundledFile:
@@ -76,6 +85,20 @@ def describe_pieces(pieces: Iterable[Piece]) -> BundledFile:
         while content.advance():
             pass
         return content.finish()
+
+
+class _SkippedContent:
+    """Content of a file that another process writes. The pieces are only produced."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = iter(pieces)
+
+    def advance(self) -> bool:
+        """Produce the next piece. Return False if there is no further piece."""
+        return next(self._pieces, None) is not None
+
+    def finish(self) -> None:
+        """Return None, because no file was written."""
 
 
 class _HashedContent:

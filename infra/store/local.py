@@ -1,7 +1,7 @@
 """Store in a directory of this machine."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -46,7 +46,15 @@ class LocalStore:
     def requests(self) -> Mapping[str, int]:
         return {}
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
+    def put(
+        self,
+        key: str,
+        data: bytes | Path,
+        *,
+        durable: bool = True,
+        cache: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> bool:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             try:
@@ -89,6 +97,9 @@ class LocalStore:
 
     def cached_copy(self, key: str) -> Path | None:
         return None
+
+    def staging(self) -> "LocalStore":
+        return self
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
         """Do nothing, because the objects are local files already."""

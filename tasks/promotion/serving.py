@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
 
+from blake3 import blake3
+
 from infra.errors import BadInput, StoreFailed
-from infra.store.bundles import fetch_bundle, is_bundle_copy
+from infra.store.bundles import CONTENTS, Contents, fetch_bundle
 from infra.store.disk import lock_file, sync, walk_files
 from infra.store.registry import Registry, RegistryRecord
 
@@ -65,7 +67,7 @@ def update_link(record: RegistryRecord, directory: Path, link: Path) -> bool:
     copy = link.with_name(f".{link.name}-{record.bundle.digest[:16]}")
     with _working_directory(link) as work_folder:
         target_before = link.readlink() if link.is_symlink() else None
-        if copy.exists() and not is_bundle_copy(copy, record.bundle.digest):
+        if copy.exists() and not _is_bundle_copy(copy, record.bundle.digest):
             raise BadInput(
                 f"{copy} should be an exact copy of the champion's files {record.bundle.key!r}, but it differs. Move "
                 "it away, then run the command again."
@@ -128,7 +130,7 @@ def _find_copies(link: Path) -> list[Path]:
     match."""
     pattern = re.compile(rf"\.{re.escape(link.name)}-([0-9a-f]{{16}})")
     candidates = [(path, match[1]) for path in link.parent.iterdir() if (match := pattern.fullmatch(path.name))]
-    return [path for path, digest in candidates if is_bundle_copy(path, digest)]
+    return [path for path, digest in candidates if _is_bundle_copy(path, digest)]
 
 
 def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path]:
@@ -140,3 +142,21 @@ def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path
     registry.locate(champion)
     assert champion.bundle is not None, "it was located"
     return champion, fetch_bundle(registry.store, champion.bundle)
+
+
+def _is_bundle_copy(directory: Path, digest: str) -> bool:
+    """Return whether a directory is a copy of the bundle whose digest starts with `digest`, judged by the names and
+    sizes of its files.
+
+    Only bundle.json is read. Changes in the content of other files are not detected.
+    """
+    table = directory / CONTENTS
+    if directory.is_symlink() or table.is_symlink() or not table.is_file():
+        return False
+    data = table.read_bytes()
+    if not blake3(data).hexdigest().startswith(digest):
+        return False
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    sizes = {path.relative_to(directory).as_posix(): path.lstat().st_size for path in paths}
+    expected = {name: file.bytes for name, file in Contents.model_validate_json(data).files.items()}
+    return sizes == {**expected, CONTENTS: len(data)}

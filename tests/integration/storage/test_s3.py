@@ -211,6 +211,22 @@ def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place
     assert sorted(sent.values()) == [1, 1, 2], weather.seen
 
 
+def test_each_part_of_a_large_upload_counts_as_progress(server, tmp_path, monkeypatch):
+    source, parts = tmp_path / "weights", 8
+    source.write_bytes(os.urandom(parts * (5 << 20)))
+    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(infra.store.bucket, "_PART_BYTES", (5 << 20))
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        store, sent = server.place(endpoint=endpoint).open(), []
+        store.put(
+            "states/0/weights", source, on_progress=lambda: sent.append(sum("partNumber" in r for r in weather.seen))
+        )
+    assert len(sent) > parts
+    assert sent == sorted(sent) and 0 < sent[parts // 2] < sent[parts - 1] < parts <= sent[-1], (
+        "parts are not read ahead"
+    )
+
+
 def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetched_again(
     place, weather, tmp_path, monkeypatch
 ):

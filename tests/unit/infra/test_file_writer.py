@@ -101,3 +101,24 @@ def test_errors_of_writing_and_of_producing_are_raised_and_end_the_threads(tmp_p
     with pytest.raises(ValueError, match="no weights"):
         describe_pieces(broken())
     assert threading.active_count() == before
+
+
+def test_the_pieces_of_skipped_files_are_produced_in_the_same_order_but_not_written(tmp_path):
+    def write(skipped):
+        produced = []
+
+        def pieces(name):
+            for piece in PIECES[: 2 + int(name)]:
+                produced.append(name)
+                yield b"" if name in skipped else piece
+
+        files = {tmp_path / name: pieces(name) for name in "0123"}
+        written = write_files(files, skipped=[tmp_path / name for name in skipped], at_once=3)
+        assert {path.name for path in written} == {*"0123"} - {*skipped}
+        return produced
+
+    assert write("13") == write("02")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    write("13")
+    assert {path.name for path in tmp_path.iterdir()} == {*"02"}
