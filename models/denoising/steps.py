@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from infra.store.bundles import BundledFile
-from infra.store.file_writer import write_files
 from models.config.denoising import DenoisingConfig
 from models.data.images import digest_of
 from models.denoising.families import Condition, DenoiserFamily, has_guidance_input, select_conditions
@@ -27,7 +26,7 @@ from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergenc
 from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
-from models.modeling.safetensors import tensor_pieces
+from models.modeling.safetensors import WHOLE, FileShare, TensorFile, write_share
 from models.records.media import Gallery
 from models.records.model_input import ModelInput
 from models.records.seeds import derive_seed
@@ -216,17 +215,18 @@ class StepModule(TokenModule):
         directory: Path,
         *,
         state: Mapping[str, Tensor] | None = None,
+        share: FileShare = WHOLE,
         on_progress: Callable[[], None] = lambda: None,
     ) -> dict[str, BundledFile]:
-        """Write the denoiser's weights, without the frozen components. Returns the written files by their path relative
-        to the directory. `state` contains the weights if those of the denoiser are sharded. `on_progress` is called
-        after each chunk of the weights."""
+        """Write this rank's share of the denoiser's weights, without the frozen components. Returns the written files
+        by their path relative to the directory. `state` contains the weights if those of the denoiser are sharded.
+        `on_progress` is called after each chunk of the weights."""
         name = f"{self.setup.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
         tensors = cast(Mapping[str, Tensor], self.model.state_dict() if state is None else state)
-        pieces = tensor_pieces(tensors, metadata={"format": "pt"})
-        written = write_files({directory / name: pieces}, on_progress=on_progress)
-        return {name: written[directory / name]}
+        content = TensorFile(tensors, {"format": "pt"})
+        written = write_share({directory / name: content}, share=share, on_progress=on_progress)
+        return {path.relative_to(directory).as_posix(): file for path, file in written.items()}
 
 
 class StepLogprobs(StepModule):

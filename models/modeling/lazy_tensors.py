@@ -1,7 +1,7 @@
 """Tensors whose values are computed when they are written, so that a sharded model is never gathered as a whole."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Final, cast
 
 import torch
@@ -11,8 +11,12 @@ from torch.utils._pytree import tree_map_only
 from infra.store.file_writer import FILES_AT_ONCE
 
 GATHERED: Final = 2 * FILES_AT_ONCE
-"""Number of gathered parameters that are kept at a time. In each of the files that are written at the same time, the
-tensors of an expert alternate between two parameters that hold all experts of a layer."""
+"""Number of gathered parameters that are kept at a time for one writing rank. In each of the files that a rank writes
+at the same time, the tensors of an expert alternate between two parameters that hold all experts of a layer."""
+
+Compute = Callable[[int], Tensor]
+"""Function that computes a tensor for the rank with the given index, which writes it. On other ranks, the returned
+tensor may be on the meta device, without values."""
 
 
 class LazyTensor(Tensor):
@@ -21,11 +25,11 @@ class LazyTensor(Tensor):
 
     outline: Tensor
     """Tensor on the meta device with the shape and dtype of this tensor."""
-    compute: Callable[[], Tensor]
-    """Function that returns a tensor with the values."""
+    compute: Compute
+    """Function that returns a tensor with the values on the rank that writes the tensor."""
 
     @staticmethod
-    def __new__(cls: type["LazyTensor"], outline: Tensor, compute: Callable[[], Tensor]) -> "LazyTensor":
+    def __new__(cls: type["LazyTensor"], outline: Tensor, compute: Compute) -> "LazyTensor":
         """Create a tensor like `outline`, whose values `compute` returns."""
         made: LazyTensor = Tensor._make_wrapper_subclass(
             cls, outline.shape, strides=outline.stride(), dtype=outline.dtype, device=torch.device("meta")
@@ -45,30 +49,36 @@ class LazyTensor(Tensor):
         outlines, outline_options = tree_map_only(LazyTensor, lambda each: each.outline, (args, kwargs))
         result = func(*outlines, **outline_options)
 
-        def compute() -> object:
-            values, options = tree_map_only(LazyTensor, lambda each: each.compute(), (args, kwargs))
+        def compute(writer: int) -> object:
+            values, options = tree_map_only(LazyTensor, lambda each: each.compute(writer), (args, kwargs))
             return func(*values, **options)
 
         if isinstance(result, Tensor):
-            return LazyTensor(result, cast(Callable[[], Tensor], compute))
+            return LazyTensor(result, cast(Compute, compute))
         if isinstance(result, list | tuple):
             return [LazyTensor(part, partial(_compute_part, compute, place)) for place, part in enumerate(result)]
         return result
 
 
-def _compute_part(compute: Callable[[], object], place: int) -> Tensor:
-    return cast(Sequence[Tensor], compute())[place]
+def _compute_part(compute: Callable[[int], object], place: int, writer: int) -> Tensor:
+    return cast(Sequence[Tensor], compute(writer))[place]
 
 
-def compute_values(tensor: Tensor) -> Tensor:
-    """Return a tensor with values: the argument, or the computed values of a lazy tensor."""
-    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor
+def compute_values(tensor: Tensor, *, writer: int = 0) -> Tensor:
+    """Return a tensor with values: the argument, or the computed values of a lazy tensor. `writer` is the rank that
+    needs the values. Other ranks may get a tensor on the meta device."""
+    return tensor.compute(writer) if isinstance(tensor, LazyTensor) else tensor
 
 
-def build_lazy_state(model: nn.Module, gather: Callable[[nn.Parameter], Tensor]) -> Mapping[str, Tensor]:
-    """Return the state of a model under ZeRO-3, like `state_dict`, with lazy tensors for the parameters. `gather`
-    returns the values of a sharded parameter. At most `GATHERED` parameters are kept at a time."""
-    gather = lru_cache(maxsize=GATHERED)(gather)
+def build_lazy_state(model: nn.Module, gather: Callable[[nn.Parameter, int], Tensor]) -> Mapping[str, Tensor]:
+    """Return the state of a model, like `state_dict`, with lazy tensors for the parameters. `gather` returns the values
+    of a parameter for the rank with the given index. At most `GATHERED` parameters are kept at a time for each rank.
+    All ranks that compute the same tensors in the same order call `gather` in the same order."""
+
+    @cache
+    def gather_for(writer: int) -> Callable[[nn.Parameter], Tensor]:
+        return lru_cache(maxsize=GATHERED)(lambda parameter: gather(parameter, writer))
+
     parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def build(name: str, value: Tensor) -> Tensor:
@@ -76,6 +86,6 @@ def build_lazy_state(model: nn.Module, gather: Callable[[nn.Parameter], Tensor])
         if parameter is None:
             return value
         outline = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
-        return LazyTensor(outline, lambda: gather(parameter))
+        return LazyTensor(outline, lambda writer: gather_for(writer)(parameter))
 
     return {name: build(name, value) for name, value in model.state_dict().items()}

@@ -23,7 +23,7 @@ from models.modeling.head import LogprobHead, LossGradient
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
-from models.modeling.safetensors import save_pretrained
+from models.modeling.safetensors import WHOLE, FileShare, save_pretrained
 from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.modeling.shared_prompts import (
     SharedTokens,
@@ -212,11 +212,13 @@ class TokenModule(nn.Module):
         directory: Path,
         *,
         state: Mapping[str, Tensor] | None = None,
+        share: FileShare = WHOLE,
         on_progress: Callable[[], None] = lambda: None,
     ) -> dict[str, BundledFile]:
-        """Write the model, and return the size and digest of each weight file by name. `state` contains the weights if
-        those of the model are sharded. `on_progress` is called after each chunk of the weights."""
-        return save_pretrained(self.model, directory, state=state, on_progress=on_progress)
+        """Write the model's configuration and this rank's share of the weight files. Return the size and digest of each
+        written weight file by name. `state` contains the weights if those of the model are sharded. `on_progress` is
+        called after each chunk of the weights."""
+        return save_pretrained(self.model, directory, state=state, share=share, on_progress=on_progress)
 
     def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (completion tokens, hidden size)."""

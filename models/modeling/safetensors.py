@@ -7,9 +7,11 @@ library.
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -20,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infra.store.bundles import BundledFile
-from infra.store.file_writer import Piece, write_files, write_hashed
+from infra.store.file_writer import FILES_AT_ONCE, Piece, write_files, write_hashed
 from models.modeling.lazy_tensors import compute_values
 
 _NAMES: Final = {
@@ -45,6 +47,9 @@ CHUNK_BYTES: Final = 64 << 20
 """Maximum size in bytes of the pieces in which tensors are copied, written and hashed. It is a power of two, because
 PyTorch rounds the sizes of pinned buffers up to one."""
 
+MAX_FILE_SIZE: Final = "50GB"
+"""Maximum size of a weight file of a policy, in the notation of transformers. The digest of a policy depends on it."""
+
 _SAVING = threading.Lock()
 
 
@@ -54,6 +59,58 @@ class TensorOutline:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """Safetensors file that is not written yet: its tensors and metadata."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileShare:
+    """Share of a rank in writing the weight files of a model. The files do not depend on the number of ranks."""
+
+    rank: int = 0
+    """Index of this rank."""
+    writers: int = 1
+    """Number of ranks among which the files are divided. Later ranks write no file."""
+    gathers: bool = False
+    """Whether the ranks gather the weights together, so that every rank must produce the tensors of all files."""
+
+    def assign(self, paths: Collection[Path]) -> dict[Path, int]:
+        """Return the index of the rank that writes each file. Consecutive ranks are usually on the same machine, so few
+        files are spread over all ranks. The result begins with the first file of each rank."""
+        shares: dict[int, list[Path]] = {}
+        for place, path in enumerate(sorted(paths)):
+            shares.setdefault(place * self.writers // len(paths), []).append(path)
+        rounds = zip_longest(*([(path, writer) for path in share] for writer, share in shares.items()))
+        return dict(each for files in rounds for each in files if each is not None)
+
+
+WHOLE: Final = FileShare()
+"""Share of a process that writes all files."""
+
+
+def write_share(
+    files: Mapping[Path, TensorFile], *, share: FileShare, on_progress: Callable[[], None]
+) -> dict[Path, BundledFile]:
+    """Write this rank's share of safetensors files with these tensors, and return the size and digest of each written
+    file. Collective if `share.gathers`: then every rank must call this with the same tensors."""
+    writers = share.assign(files)
+    others = {path for path, writer in writers.items() if writer != share.rank}
+    return write_files(
+        {
+            path: tensor_pieces(files[path].tensors, metadata=files[path].metadata, writer=writer)
+            for path, writer in writers.items()
+            if share.gathers or path not in others
+        },
+        skipped=others,
+        at_once=FILES_AT_ONCE * (share.writers if share.gathers else 1),
+        on_progress=on_progress,
+    )
 
 
 def save_tensors(
@@ -68,15 +125,17 @@ def save_pretrained(
     directory: Path,
     *,
     state: Mapping[str, Tensor] | None = None,
+    share: FileShare = WHOLE,
     on_progress: Callable[[], None] = lambda: None,
 ) -> dict[str, BundledFile]:
-    """Write a model's configuration and weights into a directory, and return the size and digest of each weight file by
-    name. `state` contains the weights if those of the model are sharded. `on_progress` is called after each chunk of
-    the weights."""
-    files: dict[Path, Iterable[Piece]] = {}
-    with _replace_writer(directory, files):
-        model.save_pretrained(directory, state_dict=None if state is None else dict(state))
-    return {path.name: file for path, file in write_files(files, on_progress=on_progress).items()}
+    """Write a model's configuration and this rank's share of the weight files into a directory. Return the size and
+    digest of each written weight file by name. `state` contains the weights if those of the model are sharded.
+    `on_progress` is called after each chunk of the weights."""
+    files: dict[Path, TensorFile] = {}
+    with _replace_writer(model, directory, files):
+        weights = None if state is None else dict(state)
+        model.save_pretrained(directory, state_dict=weights, max_shard_size=MAX_FILE_SIZE)
+    return {path.name: file for path, file in write_share(files, share=share, on_progress=on_progress).items()}
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -100,11 +159,17 @@ def tensor_pieces(
     *,
     metadata: Mapping[str, str] | None = None,
     to_host: Callable[[Tensor], Tensor] = view_on_host,
+    writer: int = 0,
 ) -> Iterator[Piece]:
     """Yield the bytes of a safetensors file with these tensors, piece by piece. `to_host` is called with each chunk of
-    a tensor. By default, only chunks on an accelerator are copied."""
+    a tensor. By default, only chunks on an accelerator are copied. `writer` is the rank that writes the file. On other
+    ranks, the pieces of lazy tensors may be empty."""
     outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return streamed_pieces(outlines, lambda name: compute_values(tensors[name]), metadata=metadata, to_host=to_host)
+
+    def make(name: str) -> Tensor:
+        return compute_values(tensors[name], writer=writer)
+
+    return streamed_pieces(outlines, make, metadata=metadata, to_host=to_host)
 
 
 def streamed_pieces(
@@ -116,7 +181,7 @@ def streamed_pieces(
 ) -> Iterator[Piece]:
     """Yield the bytes of a safetensors file in pieces of at most `CHUNK_BYTES`. `outlines` gives the dtype and shape of
     each tensor. `make` is called with a tensor's name to compute the tensor when it is written, and `to_host` with each
-    chunk of the tensor."""
+    chunk of the tensor. The pieces of a tensor on the meta device are empty."""
     order = list(_NAMES)
     names = sorted(outlines, key=lambda name: (order.index(outlines[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -132,16 +197,18 @@ def streamed_pieces(
         tensor = make(name).detach()
         if tensor.numel():
             if not tensor.is_contiguous():
-                tensor = tensor.cpu().contiguous()
+                tensor = (tensor if tensor.is_meta else tensor.cpu()).contiguous()
             bytes_N = tensor.reshape(-1).view(torch.uint8)
             for start in range(0, len(bytes_N), CHUNK_BYTES):
-                yield to_host(bytes_N[start : start + CHUNK_BYTES]).numpy().data
+                yield b"" if tensor.is_meta else to_host(bytes_N[start : start + CHUNK_BYTES]).numpy().data
 
 
 @contextmanager
-def _replace_writer(directory: Path, files: dict[Path, Iterable[Piece]]) -> Iterator[None]:
+def _replace_writer(model: PreTrainedModel, directory: Path, files: dict[Path, TensorFile]) -> Iterator[None]:
     """Run the block, in which transformers saves a model, without writing weight files into the directory. Their paths
-    and contents are added to `files`.
+    and contents are added to `files` on every rank, whereas transformers only writes files on rank 0. The index of the
+    files states the number of parameters, for which transformers would count only the parameters that a rank of ZeRO-3
+    happens to have in memory.
 
     transformers has no other hook for this. If a version of transformers writes files by another function, the digests
     are computed later, from the written files.
@@ -149,14 +216,23 @@ def _replace_writer(directory: Path, files: dict[Path, Iterable[Piece]]) -> Iter
 
     def save(tensors: dict[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
         if Path(path).parent == directory:
-            files[Path(path)] = tensor_pieces(tensors, metadata=metadata)
+            files[Path(path)] = TensorFile(tensors, metadata)
         else:  # from another thread
             original(tensors, path, metadata)
 
     with _SAVING:
         original = transformers.modeling_utils.safe_save_file
         transformers.modeling_utils.safe_save_file = save
+        overrides = {"should_save_on_this_rank": lambda _: True, "num_parameters": partial(_count_parameters, model)}
+        vars(model).update(overrides)
         try:
             yield
         finally:
             transformers.modeling_utils.safe_save_file = original
+            for name in overrides:
+                del vars(model)[name]
+
+
+def _count_parameters(model: PreTrainedModel) -> int:
+    """Return the number of parameters of a model, which may be sharded over ranks."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())

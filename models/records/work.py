@@ -232,6 +232,9 @@ class UpdateWork:
     was_moved: bool = False
     """Whether the updates in `past` ran with a different layout of ranks, so that repeating them gives similar but not
     identical weights."""
+    stages_weights: bool = False
+    """Whether the new weights are uploaded to a remote store only by the request `sync`. All workers must then be on
+    the machine of the ranks, whose files they read."""
 
     @property
     def is_last(self) -> bool:

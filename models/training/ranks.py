@@ -20,6 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
 from infra.pools.forks import THREADED_MODULES, hide_modules
+from infra.store.bundles import BundledFile, Contents
 from models.engines.device import choose_device
 from models.modeling.sequence_parallel import SequenceParallelGroup
 
@@ -167,6 +168,20 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, 0)
     return buffer.cpu().numpy().tobytes()
+
+
+def gather_contents(own: Contents, ranks: Ranks) -> Contents:
+    """Return the names, sizes and digests of the files that all ranks contribute to a bundle (stored folder). Each rank
+    passes its own files. Collective: every rank must call this."""
+    files: dict[str, BundledFile] = {}
+    for data in gather_bytes(own.encode(), ranks):
+        files |= Contents.model_validate_json(data).files
+    return Contents.model_validate_json(broadcast_bytes(Contents(files=files).encode(), ranks))
+
+
+def wait_for_ranks(ranks: Ranks) -> None:
+    """Return when every rank has called this function. Collective: every rank must call this."""
+    any_rank(False, ranks)
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -31,11 +30,10 @@ from infra.store.file_writer import Piece, describe_pieces, write_pieces
 from models.config.objectives import UpdateConfig
 from models.modeling.safetensors import copy_to_host, tensor_pieces
 from models.training.layouts import StateLayout, convert_state
-from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
+from models.training.ranks import Ranks, any_rank, gather_contents
 from models.training.trainer import Moments, Trainer
 
 _LAYOUT = "state.json"
-_FILE = TypeAdapter(BundledFile)
 
 HostCopy = tuple[Sequence[Piece], BundledFile]
 """Copy of one rank's optimizer state in host memory: the content of the file to be written, with its size and
@@ -65,7 +63,10 @@ class StateWriter:
         """Wait for a copy that `copy` started, start writing it, and return the reference of the optimizer state in the
         store. Training may then continue. Collective: every rank must call this."""
         pieces, own_file = copying.result()
-        contents = self._gather_contents(own_file)
+        files = {_file_name(self._ranks.rank): own_file}
+        if self._ranks.rank == 0:
+            files[_LAYOUT] = describe_pieces([_encoded(_build_layout(self._update, self._ranks))])
+        contents = gather_contents(Contents(files=files), self._ranks)
         ref = contents.ref("states")
         self._under_way.append((self._thread.submit(self._write, pieces, ref, contents), ref, contents))
         return ref
@@ -101,17 +102,6 @@ class StateWriter:
         for piece in pieces:
             yield piece
             self._on_progress()
-
-    def _gather_contents(self, own_file: BundledFile) -> Contents:
-        """Return the names, sizes and digests of the state files of all ranks.
-
-        Collective: every rank must call this.
-        """
-        encoded_files = gather_bytes(_FILE.dump_json(own_file), self._ranks)
-        files = {_file_name(rank): _FILE.validate_json(data) for rank, data in enumerate(encoded_files)}
-        layout = describe_pieces([_encoded(_build_layout(self._update, self._ranks))])
-        encoded = Contents(files={**files, _LAYOUT: layout}).encode() if self._ranks.rank == 0 else b""
-        return Contents.model_validate_json(broadcast_bytes(encoded, self._ranks))
 
 
 def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: UpdateConfig, ranks: Ranks) -> None:

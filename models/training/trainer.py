@@ -25,10 +25,10 @@ from models.modeling.layout import MicroBatch
 from models.modeling.lazy_tensors import build_lazy_state
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.parameter_storage import DTYPES, cast_parameters
-from models.modeling.safetensors import copy_to_host
+from models.modeling.safetensors import FileShare, copy_to_host
 from models.modeling.trials import float32_trials
 from models.training.optimizers import OptimizerFunction
-from models.training.ranks import Ranks, broadcast_bytes
+from models.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -63,8 +63,6 @@ Moments = dict[str, Tensor]
 """Tensors of one rank's optimizer state, keyed by name. AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in
 bfloat16 also `master.0`, the float32 weights."""
 
-_END: Final = b"end"
-"""Message with which rank 0 ends the gathering of parameters."""
 _LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 """Names of the tensors in optimizer states that have one value for every weight."""
 
@@ -179,42 +177,29 @@ class Trainer:
         return has_adapters(self._model)
 
     def save_weights(
-        self, directory: Path, *, on_progress: Callable[[], None] = lambda: None
+        self, directory: Path, *, writers: int = 1, on_progress: Callable[[], None] = lambda: None
     ) -> dict[str, BundledFile]:
-        """Write the model as a Hugging Face directory on rank 0, or its adapters in peft's format.
+        """Write the model as a Hugging Face directory, or its adapters in peft's format. The weight files are divided
+        among the first `writers` ranks. Rank 0 writes the adapters.
 
-        Returns size and digest of the weight files by name on rank 0, and an empty dict on other ranks. `on_progress`
-        is called on rank 0 after each chunk of the files. Collective: under ZeRO-3 the ranks gather all adapters
-        together, but the weights of a model one after another.
+        Returns size and digest of the weight files that this rank has written, by name. `on_progress` is called after
+        each chunk of the files. Collective: under ZeRO-3 the ranks gather all adapters together, but the weights of a
+        model one after another.
         """
         if self.trains_adapters:
             with self._gathered(trained_parameters(self._model)):
                 return {} if self._ranks.rank else save_adapters(self._model, directory, on_progress=on_progress)
-        if self._stage == 3:
-            return self._save_sharded(directory, on_progress)
-        return {} if self._ranks.rank else self._module.save(directory, on_progress=on_progress)
-
-    def _save_sharded(self, directory: Path, on_progress: Callable[[], None]) -> dict[str, BundledFile]:
-        """Write weights that are sharded over the ranks. Before each tensor that rank 0 writes, it sends the index of
-        the parameter to the other ranks, and all of them gather this parameter."""
-        parameters = list(self._model.parameters())
-        if self._ranks.rank:
-            while (index := broadcast_bytes(_END, self._ranks)) != _END:
-                with self._gathered([parameters[int(index)]]):
-                    pass
+        share = FileShare(self._ranks.rank, writers, gathers=self._stage == 3)
+        if not share.gathers and self._ranks.rank >= writers:
             return {}
-        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        state = build_lazy_state(self._model, self._gather) if share.gathers else None
+        return self._module.save(directory, state=state, share=share, on_progress=on_progress)
 
-        def gather(parameter: nn.Parameter) -> Tensor:
-            broadcast_bytes(b"%d" % indices[id(parameter)], self._ranks)
-            with self._gathered([parameter]):
-                return copy_to_host(parameter)
-
-        try:
-            state = build_lazy_state(self._model, gather)
-            return self._module.save(directory, state=state, on_progress=on_progress)
-        finally:
-            broadcast_bytes(_END, self._ranks)
+    def _gather(self, parameter: nn.Parameter, writer: int) -> Tensor:
+        """Gather a sharded parameter on all ranks. Return a copy on the rank `writer`, and a tensor on the meta device
+        on other ranks. Collective: every rank must call this."""
+        with self._gathered([parameter]):
+            return copy_to_host(parameter) if self._ranks.rank == writer else torch.empty_like(parameter, device="meta")
 
     def _gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Run the block with the whole values of these parameters on every rank."""

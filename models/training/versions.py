@@ -22,7 +22,7 @@ from models.records.media import Gallery
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.training.frozen import FrozenModel, load_frozen_policy
-from models.training.publishing import publish_version
+from models.training.publishing import Put, publish_version
 from models.training.ranks import Ranks, any_rank
 from models.training.sharding import choose_storage
 from models.training.states import StateWriter, load_state
@@ -105,9 +105,9 @@ class ResidentTrainer:
         trainer.load_moments(moments)
         return trainer
 
-    def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
+    def publish(self, parent: ModelVersion, *, version: int, put: Put) -> ModelVersion:
         """Publish the model trained from `parent` as a version without an optimizer state. `put` selects how the files
-        are stored, as in `publish_version`. Collective: all ranks must call it."""
+        are stored. Collective: all ranks must call it."""
         published = self._published(parent, version=version, put=put)
         self._loaded_version = _name(published)
         return published
@@ -129,9 +129,7 @@ class ResidentTrainer:
             self._trainer.close()
         self._trainer = self._loaded_version = None
 
-    def _published(
-        self, parent: ModelVersion, *, version: int, put: Literal["durable", "early", "not"]
-    ) -> ModelVersion:
+    def _published(self, parent: ModelVersion, *, version: int, put: Put) -> ModelVersion:
         return publish_version(
             self._store,
             self.trainer,

@@ -6,14 +6,16 @@ It reads a shard of prompts, and writes a shard of finished groups and a shard o
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle, verify_while_reading
+from infra.store.bundles import BundleRef, fetch_bundle, verify_while_reading
 from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.staging import find_readable_store
 from infra.store.storage import open_store
 from models.config.denoising import DenoisingConfig
 from models.config.engines import EngineConfig
@@ -96,15 +98,19 @@ class RolloutWorker:
         if self._engine.loaded_digest() == policy.digest:
             return
         started = time.perf_counter()
-        adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
+        adapter = None if policy.adapter is None else self._fetch(policy.adapter)
+        store = find_readable_store(self._store, policy.weights)
         try:
-            with verify_while_reading(self._store, policy.weights, large_suffix=WEIGHTS) as directory:
+            with verify_while_reading(store, policy.weights, large_suffix=WEIGHTS) as directory:
                 self._moved_bytes += self._engine.load(directory, policy, adapter=adapter)
         except Damaged:
             self._engine.sleep()  # the engine may have loaded something other than the policy
             raise
         self._moving_seconds += time.perf_counter() - started
         logger.info("Loaded policy %s", policy.digest)
+
+    def _fetch(self, bundle: BundleRef) -> Path:
+        return fetch_bundle(find_readable_store(self._store, bundle), bundle)
 
     def _take_load_metrics(self) -> dict[str, float]:
         """Return the bytes and seconds of weight loading since the last call of this method, including loads by
@@ -151,7 +157,7 @@ class RolloutWorker:
         """Generate the missing tokens of all unfinished completions (`drafts`). In episodes, the environment replies
         between turns."""
         if self._environment is not None:
-            directory = fetch_bundle(self._store, work.policy.weights)
+            directory = self._fetch(work.policy.weights)
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
             return self._environment.run_episodes(drafts, self._engine, work, directory=directory)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from infra.errors import BadInput
-from infra.store.bundles import BundleRef, fetch_bundle, sync_bundle
+from infra.store.bundles import BundleRef, fetch_bundle
 from infra.store.shards import ShardRef
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
@@ -27,6 +27,7 @@ from models.records.work import (
     WarmupWork,
 )
 from models.training.auxiliary import build_endpoint_forward, build_model_forward, write_auxiliary_scores
+from models.training.publishing import Put, make_version_durable
 from models.training.ranks import join_ranks
 from models.training.repeats import Repeater
 from models.training.samples import TrainingSamples, open_samples
@@ -174,6 +175,7 @@ class UpdateWorker:
     def _publish(self, work: UpdateWork, timer: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
         """Publish the trained policy and critic for immediate use, and start to write their optimizer states."""
         models, following = self._require_models(), work.policy.version + 1
+        put: Put = "staged" if work.stages_weights else "early"
         model, critic = _build_next_version(work.policy), None
         state = critic_state = None  # the copies run while weights are written
         if work.keeps_state and work.learns:
@@ -181,11 +183,11 @@ class UpdateWorker:
         if work.keeps_state and work.critic is not None:
             critic_state = models.states.copy(models.critic.trainer)
         if work.learns:
-            model = models.policy.publish(work.policy, version=following, put="early")
+            model = models.policy.publish(work.policy, version=following, put=put)
         else:
             models.policy.relabel(work.policy, model)
         if work.critic is not None:
-            critic = models.critic.publish(work.critic, version=following, put="early")
+            critic = models.critic.publish(work.critic, version=following, put=put)
         timer.end("save")
         models.states.wait()
         if state is not None:
@@ -198,10 +200,9 @@ class UpdateWorker:
         return model, critic
 
     def sync(self, bundles: Sequence[BundleRef]) -> Outcome:
-        """Make published weights durable (fsync), after which a manifest may name them."""
-        for bundle in bundles if self._require_models().ranks.rank == 0 else ():
-            sync_bundle(self._store, bundle)
-            self._on_progress()
+        """Make published weights durable (synced to disk or uploaded), after which a manifest may name them."""
+        for bundle in bundles:
+            make_version_durable(self._store, bundle, ranks=self._require_models().ranks, on_progress=self._on_progress)
         return Outcome()
 
     def warmup(self, work: WarmupWork) -> Outcome:

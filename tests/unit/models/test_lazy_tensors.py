@@ -29,7 +29,7 @@ def build(family):
 def test_a_model_is_saved_from_lazy_tensors_as_from_plain_tensors(family, tmp_path):
     model, gathered = build(family), []
 
-    def gather(parameter):
+    def gather(parameter, writer):
         gathered.append(parameter)
         return parameter.detach().clone()
 
@@ -46,7 +46,7 @@ def test_functions_of_lazy_tensors_are_computed_on_the_values_and_only_when_aske
     computed = []
 
     def lazy(values):
-        return LazyTensor(torch.empty_like(values, device="meta"), lambda: computed.append(1) or values)
+        return LazyTensor(torch.empty_like(values, device="meta"), lambda writer: computed.append(1) or values)
 
     one, other = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
     first, second = torch.cat([lazy(one), lazy(other)]).T.contiguous().chunk(2, dim=1)
@@ -58,7 +58,7 @@ def test_functions_of_lazy_tensors_are_computed_on_the_values_and_only_when_aske
 
 def test_only_the_latest_parameters_are_kept():
     model, gathered = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(GATHERED + 1))), []
-    state = build_lazy_state(model, lambda parameter: gathered.append(parameter) or parameter.detach())
+    state = build_lazy_state(model, lambda parameter, writer: gathered.append(parameter) or parameter.detach())
     for name in [*state, *state]:
         compute_values(state[name])
     assert len(gathered) == 2 * (GATHERED + 1)

@@ -1,5 +1,7 @@
 """Tensor files that are hashed while they are written have the bytes that the libraries write."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from blake3 import blake3
@@ -13,11 +15,14 @@ from models.modeling import safetensors
 from models.modeling.policy import build_scratch
 from models.modeling.safetensors import (
     CHUNK_BYTES,
+    FileShare,
+    TensorFile,
     copy_to_host,
     save_pretrained,
     save_tensors,
     tensor_pieces,
     view_on_host,
+    write_share,
 )
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.training import DATA
@@ -98,3 +103,33 @@ def test_a_saved_model_has_the_files_of_transformers_and_the_digests_of_its_weig
     assert {name: file.digest for name, file in files.items()} == {
         name: blake3(data).hexdigest() for name, data in theirs.items() if name.endswith(".safetensors")
     }
+
+
+@pytest.mark.parametrize(
+    ("files", "writers", "expected"),
+    [(1, 8, [0]), (3, 16, [0, 5, 10]), (5, 2, [0, 0, 0, 1, 1]), (4, 4, [0, 1, 2, 3]), (2, 1, [0, 0])],
+)
+def test_weight_files_are_spread_over_all_ranks_and_the_first_file_of_each_rank_comes_first(files, writers, expected):
+    paths = [Path(f"model-{index}") for index in range(files)]
+    assigned = FileShare(0, writers).assign(paths[::-1])
+    assert [assigned[path] for path in paths] == expected
+    first = [*assigned.values()][: len({*expected})]
+    assert len({*first}) == len(first)
+
+
+def test_ranks_write_different_files_whose_bytes_are_those_of_one_writer(tmp_path):
+    files = {
+        f"model-{index}": TensorFile({"a": torch.full((3, 4), float(index)).T}, {"format": "pt"}) for index in range(5)
+    }
+    written = {}
+    for rank in range(3):
+        (tmp_path / f"{rank}").mkdir()
+        share = FileShare(rank, 3, gathers=bool(rank))
+        own = {tmp_path / f"{rank}" / name: file for name, file in files.items()}
+        for path, file in write_share(own, share=share, on_progress=lambda: None).items():
+            assert path.name not in written
+            written[path.name] = file
+    (tmp_path / "whole").mkdir()
+    whole = {tmp_path / "whole" / name: file for name, file in files.items()}
+    alone = write_share(whole, share=FileShare(), on_progress=lambda: None)
+    assert written == {path.name: file for path, file in alone.items()}
