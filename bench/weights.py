@@ -1,6 +1,8 @@
 """Time for which publishing weights, copying optimizer states and verifying files keep a run waiting.
 
-`python -m bench.weights --gigabytes 8` needs no network, no Ray and no Prefect. It uses the GPU if there is one.
+`python -m bench.weights --gigabytes 8` needs no network, no Ray and no Prefect. It uses the GPU if there is one. With
+`--engine`, it also measures the time until an engine in another process has loaded the new weights, from a local store
+and from a bucket of the S3 server moto.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -58,6 +61,22 @@ def measure(gigabytes: float = GIGABYTES, *, rounds: int = ROUNDS) -> Iterator[T
         yield _table("Parts of publishing weights, each alone", parts, size=size, notes=notes)
         for title, pair in _build_pairs(tensors, root).items():
             yield _table(title, _time_alternately(pair, root, rounds=rounds), size=size, notes=notes)
+
+
+def measure_engines(gigabytes: float = GIGABYTES, *, rounds: int = ROUNDS) -> Iterator[Table]:
+    """Yield a table for each kind of store with the seconds from the last optimizer step until an engine can generate.
+    The rows are ways of storing the weights, which take turns."""
+    from bench.engine_weights import READY, measure_stores
+
+    notes = (f"CPU, {os.cpu_count()} cores; the load average was {os.getloadavg()[0]:.1f}",)
+    for store, ways in measure_stores(gigabytes, rounds=rounds):
+        medians = {
+            name: {part: statistics.median(each) for part, each in parts.items()} for name, parts in ways.items()
+        }
+        before = next(iter(medians.values()))[READY]
+        rows = tuple((name, *parts.values(), parts[READY] / before) for name, parts in medians.items())
+        columns = ("medians in seconds", *next(iter(ways.values())), "ready, relative to the first row")
+        yield Table(f"From the optimizer step to the engine, {store}: {gigabytes:.1f} GB", columns, rows, notes)
 
 
 def _table(title: str, seconds: Mapping[str, list[float]], *, size: int, notes: tuple[str, ...]) -> Table:
@@ -202,7 +221,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.weights", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=GIGABYTES, help="size of the weights")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="number of repetitions")
+    parser.add_argument("--engine", action="store_true", help="also measure until an engine has loaded the weights")
     options = parser.parse_args()
-    for table in measure(options.gigabytes, rounds=options.rounds):
+    tables = measure(options.gigabytes, rounds=options.rounds)
+    engines = measure_engines(options.gigabytes, rounds=options.rounds) if options.engine else ()
+    for table in chain(tables, engines):
         sys.stdout.write(f"{table.text()}\n\n")
         sys.stdout.flush()

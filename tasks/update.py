@@ -70,6 +70,7 @@ async def update_policy(open_run: OpenRun, iteration: Iteration) -> Manifest:
     work = replace(
         _build_work(open_run, iteration),
         keeps_state=is_due(run, iteration.number, every=open_run.settings.update.state_every),
+        stages_weights=open_run.is_on_one_machine,
         was_moved=bool(way) and relayout_iteration(run) >= way[0],
         past=tuple(replace(_build_work(open_run, each), keeps_state=bool(states_of(each.update))) for each in past),
     )

@@ -252,6 +252,11 @@ class OpenRun:
         return await pool.run(method, work, returns=returns)
 
     @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all workers of the run are certainly on this machine."""
+        return not self.joins and self.settings.pools.ray_address is None
+
+    @property
     def slot_roles(self) -> dict[str, int]:
         """Roles that share the worker slots, with the number of slots that one worker of the role needs."""
         local = self.settings.scoring.hosted_rewards

@@ -25,6 +25,7 @@ from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest, Provenance, provenance_here
 from infra.store.runs import Run
 from infra.store.shards import verify_shard
+from infra.store.staging import upload_staged_bundle
 from models.records.versions import Outcome, bundles_of, critic_bundles_of
 from tasks.run.open_run import OpenRun
 from tasks.run.states import STATES
@@ -155,6 +156,7 @@ def commit_pending_results(run: Run) -> None:
                 verify_shard(run.store, shard)
             for name, bundle in manifest.bundles.items():
                 if name not in STATES:
+                    upload_staged_bundle(run.store, bundle)
                     sync_bundle(run.store, bundle)
             run.commit(manifest, deferred=STATES)
     except Damaged as error:  # for example after a power failure: this result and its successors are computed again

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -145,6 +147,32 @@ KILLS = (
     WorkerFault("scoring", "begin", "^score"),
     WorkerFault("update-0", "progress", "update"),
 )
+
+
+def test_a_run_killed_while_a_new_policy_is_uploaded_continues_with_the_files_on_this_machine(
+    s3_servers, reference, prefect_api, tmp_path
+):
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        place.open()
+        job = Job(tmp_path, prefect_api, address=place.uri, counts_works=True)
+        with job.started() as process:
+
+            def kill_at_second_policy() -> None:
+                keys = [request for request in weather.seen if re.match("PUT .*/policies/[^/]+/config.json", request)]
+                if len(keys) > 1:
+                    process.kill()
+
+            weather.faults = [Fault("before", "^PUT .*/policies/", does=kill_at_second_policy)]
+            assert job.ended(process).code == -signal.SIGKILL
+        weather.faults = []
+        assert "it-0001/update" not in place.manifests()
+        resumed = job.train()
+        assert resumed.code == 0, resumed.output
+        assert place.manifests() == manifests_of(reference.run)
+        updates = {work: count for work, count in job.works().items() if work.startswith("update")}
+        assert {*updates.values()} == {1}, "the update was not repeated to upload its policy"
 
 
 def test_killed_ray_workers_do_not_change_a_run_in_a_bucket_and_no_process_writes_the_key(
