@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from infra.store.bundles import fetch_bundle, has_bundle
 from infra.store.contracts import Store
