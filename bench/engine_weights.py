@@ -21,7 +21,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from infra.store.bundles import BundledFile, delete_bundle, fetch_bundle, publish_bundle
-from infra.store.storage import Store, open_store
+from infra.store.contracts import Store
+from infra.store.storage import open_store
 from models.config.engines import TransformersEngine
 from models.modeling.safetensors import save_pretrained
 from models.records.versions import ModelVersion
