@@ -122,7 +122,8 @@ def test_a_wheel_has_the_files_of_deployments_and_demonstrations_and_init_writes
     installed = {"cwd": tmp_path, "env": here | {"PYTHONPATH": str(tmp_path / "installed")}, "check": True}
     subprocess.run([*rheostat, "init", "there", "--deployments"], **installed)
     subprocess.run([*rheostat, "init", "mine", "--example", "tools"], **installed)
-    subprocess.run([*rheostat, "train", "mine/job.toml", "--dry-run", "data.kind=calculations"], **installed)
+    subprocess.run([*rheostat, "train", "mine/job.toml", "--dry-run"], **installed)
+    subprocess.run([*rheostat, "plan", "there/configs/demo.toml", "data.kind=measures"], **installed)
     written = {path.relative_to(tmp_path / "there") for path in (tmp_path / "there").rglob("*") if path.is_file()}
     listed = subprocess.run(["git", "ls-files", "configs"], cwd=ROOT, check=True, capture_output=True, text=True)
     examples = {Path(line) for line in listed.stdout.splitlines()}
