@@ -34,17 +34,7 @@ UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_li
 """Names of the ports of Ray's metrics and dashboard agents, which an embedded cluster does not run."""
 QUIET = logging.ERROR
 
-EMBEDDED_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # With 0, a node uses the loopback address (github.com/ray-project/ray/issues/18730).
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray protects a started cluster with the token in ~/.ray, but does not look for it when it joins by address.
-    "RAY_AUTH_MODE": "token",
-    # Ray's handler of SIGTERM prints a stack and ends the driver immediately.
-    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    # Ray's memory monitor would kill our workers for memory that other programs use.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's timeouts for starting processes (5 to 60 s) are replaced by `start_seconds` and the watch over the servers.
+START_ENVIRONMENT = {
     **dict.fromkeys(
         (
             "RAY_gcs_rpc_server_connect_timeout_s",
@@ -55,6 +45,21 @@ EMBEDDED_ENVIRONMENT = {
         str(RAY_TIMEOUT_SECONDS),
     ),
     "RAY_agent_register_timeout_ms": str(1000 * RAY_TIMEOUT_SECONDS),
+}
+"""Environment variables that lengthen Ray's timeouts for starting processes, which are 5 to 60 s. On a busy machine a
+start can take longer."""
+
+EMBEDDED_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # With 0, a node uses the loopback address (github.com/ray-project/ray/issues/18730).
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray protects a started cluster with the token in ~/.ray, but does not look for it when it joins by address.
+    "RAY_AUTH_MODE": "token",
+    # Ray's handler of SIGTERM prints a stack and ends the driver immediately.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    # Ray's memory monitor would kill our workers for memory that other programs use.
+    "RAY_memory_monitor_refresh_ms": "0",
+    **START_ENVIRONMENT,  # `start_seconds` and the watch over the servers replace these timeouts
     "RAY_gcs_server_port_wait_time_s": "60",  # kept short, because no other thread can run or end this wait
     "RAY_health_check_failure_threshold": "20",  # instead of 5: a raylet may get no CPU time for over a minute
 }

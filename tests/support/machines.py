@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from infra.pools.embedded import START_ENVIRONMENT
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -28,13 +30,13 @@ def machines(environment: Mapping[str, str]) -> Iterator[Machines]:
     """Start a cluster of one machine. Its processes and those of machines that join have this environment."""
     command = [sys.executable, "-m", "tests.support.machines"]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**environment, **START_ENVIRONMENT}
     ) as keeper:
         try:
             yield Machines(keeper, read_value(keeper.stdout))
         finally:
             keeper.stdin.close()
-            keeper.wait(60)
+            keeper.wait()
 
 
 def lose_machine(raylet: int) -> None:
