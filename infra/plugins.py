@@ -10,9 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Final
-
-from pydantic import AfterValidator, Field
+from typing import Final
 
 from infra import runner
 from infra.demos import DEMOS, FORMER_TARGETS
@@ -22,7 +20,6 @@ from infra.runner import nearest_name
 __all__ = [
     "PACKAGES",
     "TARGETS",
-    "ImportString",
     "add_target_folders",
     "check_function",
     "find_target",
@@ -38,16 +35,6 @@ PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
 TARGETS: Final = "RHEOSTAT_TARGETS"
 """Name of the environment variable with additional folders of users' Python modules, separated as in PATH. These
 folders are searched last."""
-
-
-def _register_former_target(target: str) -> str:
-    present_target(target)
-    return target
-
-
-ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), AfterValidator(_register_former_target)]
-"""Type of settings that name a user's Python object, as `pkg.mod:name`. A former import string of a part of a
-demonstration stays as it is, and the folder of the demonstration is registered."""
 
 
 def find_target(target: str, *, where: str) -> object:

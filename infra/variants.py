@@ -12,14 +12,32 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
-from pydantic import Field, GetCoreSchemaHandler, JsonValue, SerializationInfo, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    SerializationInfo,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from infra.config import Settings
 from infra.demos import FORMER_TARGETS, find_former_name
 from infra.errors import BadInput
-from infra.plugins import ImportString, check_function, find_target, register_demo
+from infra.plugins import check_function, find_target, present_target, register_demo
 from infra.validation_errors import explain
+
+
+def _register_former_target(target: str) -> str:
+    present_target(target)
+    return target
+
+
+ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), AfterValidator(_register_former_target)]
+"""Type of settings that name a user's Python object, as `pkg.mod:name`. A former import string of a part of a
+demonstration stays as it is, and the folder of the demonstration is registered."""
 
 V = TypeVar("V", bound="Variant")
 

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Positive, Since
-from infra.plugins import ImportString, present_target
+from infra.plugins import present_target
 from infra.processes.episodes import RunEnvironment
 from infra.renamed import RenamedFrom
 from infra.store.inputs import DataLocation, ModelLocation, Program
-from infra.variants import Variant
+from infra.variants import ImportString, Variant
 from models.config.engines import SamplingConfig
 from models.config.file_rules import FileRules
 from models.config.users import UserModelConfig

@@ -15,10 +15,10 @@ from pydantic import (
 
 from infra.config import Settings, Since
 from infra.demos import FORMER_REWARD_KINDS
-from infra.plugins import ImportString, present_target
+from infra.plugins import present_target
 from infra.processes.functions import RunFunction
 from infra.store.inputs import ModelLocation, Program
-from infra.variants import Variant
+from infra.variants import ImportString, Variant
 
 Granularity = Literal["completion", "step", "token", "turn"]
 
