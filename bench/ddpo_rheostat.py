@@ -31,7 +31,7 @@ from models.text.tokenizer import load_tokenizer
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
 from models.workers.update import UpdateWorker
-from tests.support.update_workers import free_port
+from tests.support.loopback import free_port
 
 RUN = "bench"
 ENDLESS = 10**6

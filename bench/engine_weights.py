@@ -29,9 +29,9 @@ from models.records.versions import ModelVersion
 from models.training.publishing import Put, make_version_durable, publish_version
 from models.training.ranks import Ranks, join_ranks
 from models.workers.rollout import RolloutWorker
+from tests.support.loopback import free_port
 from tests.support.policies import VOCABULARY, small_tokenizer
 from tests.support.s3_servers import moto
-from tests.support.update_workers import free_port
 
 RUN: Final = "bench"
 LAYER: Final = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}

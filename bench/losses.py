@@ -39,8 +39,8 @@ from models.training.ranks import Ranks, join_ranks
 from models.training.samples import open_samples
 from models.training.trainer import Trainer
 from models.training.update_steps import StepBatches, compute_extra_logprobs, plan_policy_steps, take_steps
+from tests.support.loopback import free_port
 from tests.support.training import publish_scratch, write_samples
-from tests.support.update_workers import free_port
 
 ROUNDS = 15
 PROMPTS, GROUP = 48, 8

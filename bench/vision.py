@@ -36,7 +36,7 @@ from models.records.work import RolloutWork, UpdateWork
 from models.workers.rollout import RolloutWorker
 from models.workers.update import UpdateWorker
 from tasks.run.iteration import Iteration
-from tests.support.update_workers import free_port
+from tests.support.loopback import free_port
 
 SIDE, TOKENS, ITERATIONS = 96, 32, 4
 POLICY = VisionScratchPolicy(
