@@ -14,16 +14,23 @@ SHARED = (
     "pools.gpus_per_worker=0.5",
     "pools.gpus_per_update_rank=0.5",
     "update.dtype=bfloat16",
-    "rollout.engine={kind='transformers',dtype='bfloat16'}",
 )
+ENGINES = [
+    pytest.param("{kind='transformers',dtype='bfloat16'}", id="transformers"),
+    pytest.param("{kind='vllm',dtype='bfloat16',gpu_memory_share=0.3}", id="vllm", marks=pytest.mark.vllm),
+]
 
 
-def test_a_run_whose_driver_and_rank_are_killed_continues_and_passes_verification(tmp_path, record_property):
-    record_property("part", "run: driver and rank killed, resumed")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_whose_driver_and_rank_are_killed_continues_and_passes_verification(
+    tmp_path, record_property, request, engine
+):
+    record_property("part", f"run with {request.node.callspec.id}: driver and rank killed, resumed")
     job = Job(tmp_path, counts_works=True)
-    killed = job.train(*SHARED, faults=[Fault("driver", "before", "/manifests/it-0002/seal")])
+    settings = (*SHARED, f"rollout.engine={engine}")
+    killed = job.train(*settings, faults=[Fault("driver", "before", "/manifests/it-0002/seal")])
     assert job.struck() == 1, killed.output
-    resumed = job.train(*SHARED, faults=[Fault("update-0", "progress", "update .*iteration=3")])
+    resumed = job.train(*settings, faults=[Fault("update-0", "progress", "update .*iteration=3")])
     assert resumed.code == 0, resumed.output
     assert job.struck() == 1
     verified = run_command("verify", "tiny", "--store", str(job.store))

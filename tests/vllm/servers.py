@@ -25,7 +25,7 @@ from models.engines.vllm.server import PLUGIN, Address, command, environment, lo
 PYTHON = os.environ.get("VLLM_PYTHON")
 """Python of vLLM's environment; None for the one that Rheostat finds."""
 PYTHON_SETTING = f", python = '{PYTHON}'" if PYTHON else ""
-CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": PYTHON})
+CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "gpu_memory_share": 0.3, "python": PYTHON})
 KEY = "a key for tests"
 MEDDLING = Path(__file__).parent / "meddling"
 PLAIN = {
