@@ -80,6 +80,12 @@ SAME_BITS = [
     *(("slices", row, {key: row[key] for key in row if key not in AGAIN}) for row in RECOMPUTED),
 ]
 """Rows that must have exactly the bits of another row."""
+TURNED = 0.01
+"""Share of weights whose first step may have the other sign in bfloat16.
+
+The first step of Adam moves each weight by the learning rate in the direction of its gradient's sign. Sums of bfloat16
+in another order differ by about 1% of a typical gradient, which turns the signs of the 1% of gradients below that.
+"""
 
 
 def name_of(settings: dict) -> str:
@@ -208,7 +214,7 @@ def test_parallel_ranks_train_the_same_weights_as_one_rank(uri, works, one_rank,
         before = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     for name in [name for name in new if name.endswith("k_proj.bias")]:  # the softmax does not depend on this bias
         del before[name], new[name], expected[name]
-    share = 0.1 if not exact else 1e-3 if optimizer is None else 0.02
+    share = 2 * TURNED**0.5 if not exact else 1e-3 if optimizer is None else 0.02  # a turned step is off by two steps
     assert distance(new, expected) <= share * distance(before, expected)
 
 
