@@ -92,8 +92,8 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.base  ## write the generated pages again
-	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
-	@$(BIN)/python -m flows.cli.reference
+	@$(BIN)/python -m rheostat.tasks.config.reference > docs/configuration.md
+	@$(BIN)/python -m rheostat.flows.cli.reference
 
 site: export NO_MKDOCS_2_WARNING := 1
 site: export DISABLE_MKDOCS_2_WARNING := true

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.tables import Table
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 PARTS = (
     "startup",

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 
 from bench.tables import Table
-from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
-from models.config.algorithms import (
+from rheostat.models.algorithms.advantages import informative_groups, token_advantages
+from rheostat.models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
+from rheostat.models.config.algorithms import (
     AlgorithmConfig,
     Capo,
     DistillationOnly,
@@ -21,11 +21,11 @@ from models.config.algorithms import (
     RewardKl,
     Rloo,
 )
-from models.config.teachers import Distillation, TeacherDirectory
-from models.credit.assign import CreditRule, credit_completions
-from models.credit.inputs import TermColumns
-from models.records.columns import Integers, lists
-from models.records.schemas import score_schema
+from rheostat.models.config.teachers import Distillation, TeacherDirectory
+from rheostat.models.credit.assign import CreditRule, credit_completions
+from rheostat.models.credit.inputs import TermColumns
+from rheostat.models.records.columns import Integers, lists
+from rheostat.models.records.schemas import score_schema
 
 COMPLETIONS, GROUP, MEAN_TOKENS, SIGMA = 100_000, 8, 100, 0.8
 STEP_TOKENS = 20

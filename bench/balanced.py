@@ -10,9 +10,9 @@ from statistics import fmean
 from bench.curves import CONFIGS, prepare_policy
 from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
-from infra.store.runs import Run
-from tasks.run.keys import StageKey, iteration_key
-from tasks.views.metrics import evaluations_of
+from rheostat.infra.store.runs import Run
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.views.metrics import evaluations_of
 
 SEEDS = (0, 1, 2)
 ITERATIONS = 20

@@ -9,8 +9,8 @@ from statistics import fmean, stdev
 
 from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
-from tasks.run.keys import StageKey
-from tasks.views.metrics import evaluations_of, reports_of
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.views.metrics import evaluations_of, reports_of
 
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4)

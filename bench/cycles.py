@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from tasks.run.keys import iteration_key
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.tasks.run.keys import iteration_key
 
 DATA_TIMINGS = ("load", "write", "save")
 """Names of the worker timings that measure data movement. A worker's remaining seconds are spent on computation."""

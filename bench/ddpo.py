@@ -24,12 +24,12 @@ from bench.ddpo_pipeline import write_small_pipeline
 from bench.ddpo_rheostat import denoising_of
 from bench.ddpo_workload import DrawingWorkload, EpochCost, start_trainer
 from bench.tables import Table
-from infra.errors import BadInput
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.policy import byte_tokenizer
-from models.denoising.samplers import transition
-from models.denoising.steps import GenerationSetup
+from rheostat.infra.errors import BadInput
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.policy import byte_tokenizer
+from rheostat.models.denoising.samplers import transition
+from rheostat.models.denoising.steps import GenerationSetup
 
 PYTHON_VARIABLE = "BENCH_DDPO_PYTHON"
 """Name of the environment variable that contains the path of the Python interpreter of TRL's environment.

@@ -12,25 +12,25 @@ from pathlib import Path
 import pyarrow as pa
 
 from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, peak_bytes, serve_epochs
-from infra.store.bundles import publish_bundle
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.denoising import DdimSampler, DenoisingConfig, LearntWindow
-from models.config.engines import DiffusersEngine, SamplingConfig
-from models.config.objectives import PpoClip, UpdateConfig
-from models.config.policy import DiffusionPolicy
-from models.config.rewards import ScoringConfig
-from models.denoising.pipeline import read_pipeline
-from models.denoising.policy import write_diffusion
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork, UpdateWork
-from models.text.tokenizer import load_tokenizer
-from models.workers.rollout import RolloutWorker
-from models.workers.scoring import ScoringWorker
-from models.workers.update import UpdateWorker
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.denoising import DdimSampler, DenoisingConfig, LearntWindow
+from rheostat.models.config.engines import DiffusersEngine, SamplingConfig
+from rheostat.models.config.objectives import PpoClip, UpdateConfig
+from rheostat.models.config.policy import DiffusionPolicy
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.denoising.pipeline import read_pipeline
+from rheostat.models.denoising.policy import write_diffusion
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork, UpdateWork
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.workers.rollout import RolloutWorker
+from rheostat.models.workers.scoring import ScoringWorker
+from rheostat.models.workers.update import UpdateWorker
 from tests.support.loopback import free_port
 
 RUN = "bench"

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from models.modeling.policy import save_policy
-from models.text.tokenizer import EOS, PAD
+from rheostat.models.modeling.policy import save_policy
+from rheostat.models.text.tokenizer import EOS, PAD
 
 DType = Literal["float32", "bfloat16"]
 BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}

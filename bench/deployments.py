@@ -108,7 +108,9 @@ def _flow_processes(driver: int, place: BenchPlace) -> dict[int, str]:
     """
     assert place.worker is not None
     processes = {pid: kind for pid, kind in list_processes(driver, place).items() if kind != "worker"}
-    served = {child.pid: "server" for child in psutil.Process().children() if "flows.cli.server" in child.cmdline()}
+    served = {
+        child.pid: "server" for child in psutil.Process().children() if "rheostat.flows.cli.server" in child.cmdline()
+    }
     return {**processes, **served, place.worker: "Prefect's worker"}
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from placement.roofline import ACCELERATORS
+from rheostat.placement.roofline import ACCELERATORS
 
 SECONDS = 0.5
 """Minimum duration of each speed measurement in seconds."""

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from infra.config import Settings
-from models.config.engines import VllmEngine
+from rheostat.infra.config import Settings
+from rheostat.models.config.engines import VllmEngine
 
 
 class DrawnLengths(Settings):

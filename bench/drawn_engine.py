@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from bench.drawn import DrawnLengths, DrawnVllm
-from models.config.engines import SamplingConfig
-from models.engines.requests import CompletionRow
-from models.engines.sampling import sample_uniforms
-from models.engines.vllm.client import Stops
-from models.engines.vllm.completions import PendingRequest
-from models.engines.vllm.engine import ServedEngine
-from models.records.schemas import FinishReason
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.requests import CompletionRow
+from rheostat.models.engines.sampling import sample_uniforms
+from rheostat.models.engines.vllm.client import Stops
+from rheostat.models.engines.vllm.completions import PendingRequest
+from rheostat.models.engines.vllm.engine import ServedEngine
+from rheostat.models.records.schemas import FinishReason
 
 
 class DrawnEngine(ServedEngine):

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.tables import Table
-from infra.store.bundles import BundleRef
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.local.engine import HuggingFaceEngine
-from models.engines.protocol import Request
-from models.records.model_input import ModelInput
-from models.records.seeds import derive_seed, sample_seed
-from models.records.versions import ModelVersion
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.protocol import Request
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.seeds import derive_seed, sample_seed
+from rheostat.models.records.versions import ModelVersion
 from tests.support.policies import VOCABULARY, write_policy
 
 PROMPTS, GROUP, LONGEST, ROUNDS = 32, 8, 64, 3

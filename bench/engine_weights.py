@@ -20,15 +20,15 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from infra.store.bundles import BundledFile, delete_bundle, fetch_bundle, publish_bundle
-from infra.store.contracts import Store
-from infra.store.storage import open_store
-from models.config.engines import TransformersEngine
-from models.modeling.safetensors import save_pretrained
-from models.records.versions import ModelVersion
-from models.training.publishing import Put, make_version_durable, publish_version
-from models.training.ranks import Ranks, join_ranks
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.store.bundles import BundledFile, delete_bundle, fetch_bundle, publish_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import TransformersEngine
+from rheostat.models.modeling.safetensors import save_pretrained
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.training.publishing import Put, make_version_durable, publish_version
+from rheostat.models.training.ranks import Ranks, join_ranks
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.loopback import free_port
 from tests.support.policies import VOCABULARY, small_tokenizer
 from tests.support.s3_servers import moto

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.processes.watch import END_SECONDS
+from rheostat.infra.processes.watch import END_SECONDS
 from tests.support import checker
 from tests.support.chaos import Strike, begun_again, problems_after, run_once, writes_of
 from tests.support.interruptions import SIGNALS, STATES, interrupt

@@ -25,9 +25,9 @@ from bench.iterations import read_iterations, read_lengths
 from bench.jobs import run_job_to_end
 from bench.tables import Table
 from bench.trl_workload import ColocatedVllm, TrlIteration, Workload, start_trl
-from infra.environments.find import find_python
-from infra.errors import BadInput
-from placement.roofline import Device, Generated, compute_limit
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.errors import BadInput
+from rheostat.placement.roofline import Device, Generated, compute_limit
 
 SIZE_VARIABLE = "BENCH_GPU_SIZE"
 TRL_VARIABLE = "BENCH_TRL_PYTHON"

@@ -9,7 +9,7 @@ from bench.device import DeviceSpeed, peak_flops
 from bench.iterations import IterationSeconds
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration
-from placement.roofline import Generated, Limit, compute_utilization, train_flops
+from rheostat.placement.roofline import Generated, Limit, compute_utilization, train_flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from itertools import groupby
 from operator import itemgetter
 
 from bench.cycles import read_cycles
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import read_shard
-from models.records.model_input import rollout_inputs
-from placement.roofline import Generated
-from tasks.run.keys import iteration_key
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.records.model_input import rollout_inputs
+from rheostat.placement.roofline import Generated
+from rheostat.tasks.run.keys import iteration_key
 
 
 @dataclass(frozen=True, slots=True)

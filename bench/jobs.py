@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.store.runs import Run, open_run
+from rheostat.infra.store.runs import Run, open_run
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.toml"

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench.tables import Table
-from infra.store.bundles import fetch_bundle
-from infra.store.storage import open_store
-from models.config.divergence import KlPenalty
-from models.config.objectives import (
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.objectives import (
     Cispo,
     Gspo,
     MaskedImportance,
@@ -29,16 +29,16 @@ from models.config.objectives import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.config.policy import ScratchPolicy
-from models.modeling.head import LogprobHead
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy
-from models.records.versions import ModelVersion
-from models.records.work import UpdateWork
-from models.training.ranks import Ranks, join_ranks
-from models.training.samples import open_samples
-from models.training.trainer import Trainer
-from models.training.update_steps import StepBatches, compute_extra_logprobs, plan_policy_steps, take_steps
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.modeling.head import LogprobHead
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.training.ranks import Ranks, join_ranks
+from rheostat.models.training.samples import open_samples
+from rheostat.models.training.trainer import Trainer
+from rheostat.models.training.update_steps import StepBatches, compute_extra_logprobs, plan_policy_steps, take_steps
 from tests.support.loopback import free_port
 from tests.support.training import publish_scratch, write_samples
 

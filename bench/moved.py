@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 
 from bench.jobs import DEMO, FinishedJob, run_job_to_end
 from bench.tables import Table
-from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard
-from tasks.run.batch import rollouts_of
-from tasks.run.keys import StageKey
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.run.batch import rollouts_of
+from rheostat.tasks.run.keys import StageKey
 
 BEGUN, MORE = 4, 4
 JOB = ("warmup.steps=300", "evaluation.problems=4", f"retention.keep_last={MORE + 2}")

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from infra.config import PoolsConfig
-from models.config.engines import EngineSettings, KnownPace
-from models.config.job import Job
+from rheostat.infra.config import PoolsConfig
+from rheostat.models.config.engines import EngineSettings, KnownPace
+from rheostat.models.config.job import Job
 
 
 class PacedEngine(EngineSettings):

@@ -13,14 +13,14 @@ from typing import Final
 from transformers import PreTrainedTokenizerFast
 
 from bench.paced import PacedEngine
-from models.config.engines import SamplingConfig
-from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import CompletionRow, build_rows, decode_texts, length_finish_reason
-from models.engines.sampling import sample_uniforms
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.protocol import Completion, Request, StepSums
+from rheostat.models.engines.requests import CompletionRow, build_rows, decode_texts, length_finish_reason
+from rheostat.models.engines.sampling import sample_uniforms
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer
 
 LONGEST_SLEEP: Final = 0.5  # seconds between two increments of `progress`, which show the pools that a worker is alive
 

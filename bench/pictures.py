@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from infra.terminal import WIDTH
+from rheostat.infra.terminal import WIDTH
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.terminal import on_terminal, screen
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from bench.tables import Table
-from placement.config import AdaptivePlacement
-from placement.policies.build import build_policy
-from placement.records import Decision
+from rheostat.placement.config import AdaptivePlacement
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision
 from tests.support.placements import demand, drain_inputs, plan_inputs, split
 
 ROUNDS = 5

@@ -25,15 +25,15 @@ from bench.simulator.runs import simulate_run
 from bench.simulator.stage import Stage, View
 from bench.simulator.workload import StageWork, Workload, role_work
 from bench.tables import Table
-from infra.store.manifests import Provenance
-from infra.store.runs import Run
-from placement.measurements import Measurements, Role
-from placement.policies.build import build_policy
-from placement.records import Decision, DrainInputs, Plan
-from tasks.config.run import RunConfig, load_config
-from tasks.placement.demand import add_observations
-from tasks.run.batch import BatchPlan
-from tasks.run.iteration import Iteration
+from rheostat.infra.store.manifests import Provenance
+from rheostat.infra.store.runs import Run
+from rheostat.placement.measurements import Measurements, Role
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision, DrainInputs, Plan
+from rheostat.tasks.config.run import RunConfig, load_config
+from rheostat.tasks.placement.demand import add_observations
+from rheostat.tasks.run.batch import BatchPlan
+from rheostat.tasks.run.iteration import Iteration
 
 REALITY = Path(__file__).with_name("reality.toml")
 STAGES: dict[str, Role] = {"rollout": "rollout", "judge-paced": "scoring"}

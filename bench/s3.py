@@ -23,7 +23,7 @@ from botocore.client import BaseClient
 from botocore.config import Config
 
 from bench.tables import Table
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import prefect_server
 from tests.support.s3_proxy import s3_proxy

@@ -15,20 +15,20 @@ from pathlib import Path
 import pyarrow as pa
 
 from bench.tables import Table
-from infra.pools.threads import ThreadCluster
-from infra.store.bundles import publish_bundle
-from infra.store.manifests import Manifest, provenance_here
-from infra.store.runs import Run, create_run
-from infra.store.shards import write_shard
-from models.records.versions import ModelVersion, Outcome, bundles_of
-from tasks.commit import retire_policies, seal_iteration
-from tasks.config.run import RunConfig, parse_config
-from tasks.plan import plan_iteration
-from tasks.reporting import TABLE_ROWS
-from tasks.run.iteration import Iteration
-from tasks.run.keys import PROMPTS, StageKey
-from tasks.run.open_run import OpenRun
-from tasks.views.metrics import newest_reports
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.manifests import Manifest, provenance_here
+from rheostat.infra.store.runs import Run, create_run
+from rheostat.infra.store.shards import write_shard
+from rheostat.models.records.versions import ModelVersion, Outcome, bundles_of
+from rheostat.tasks.commit import retire_policies, seal_iteration
+from rheostat.tasks.config.run import RunConfig, parse_config
+from rheostat.tasks.plan import plan_iteration
+from rheostat.tasks.reporting import TABLE_ROWS
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import PROMPTS, StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.views.metrics import newest_reports
 
 ITERATIONS, SHARDS, SHARD_PROMPTS = 2000, 64, 4
 MEMORY = Path("/dev/shm")

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from bench.tables import Table
-from infra.store.shards import ShardRef, read_shard, verify_shard, write_shard
-from infra.store.storage import open_store
-from models.records.schemas import ROLLOUT_SCHEMA
+from rheostat.infra.store.shards import ShardRef, read_shard, verify_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.records.schemas import ROLLOUT_SCHEMA
 
 ROUNDS = 5
 PROMPT_TOKENS, COMPLETION_TOKENS = 200, 800

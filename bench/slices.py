@@ -17,18 +17,18 @@ import numpy as np
 import torch
 
 from bench.tables import Table
-from infra.processes.heap import heap_variables
-from models.commands.memory import MicrobatchSizes, microbatch_bytes
-from models.config.objectives import UpdateConfig
-from models.config.policy import ScratchPolicy
-from models.inspection.plain import DecoderSizes
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import build_scratch
-from models.records.model_input import ModelInput
-from models.text.tokenizer import train_tokenizer
-from models.training.ranks import join_ranks
-from models.training.trainer import Trainer
+from rheostat.infra.processes.heap import heap_variables
+from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import build_scratch
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.tokenizer import train_tokenizer
+from rheostat.models.training.ranks import join_ranks
+from rheostat.models.training.trainer import Trainer
 
 TOKENS = 4096
 SHAPE = ScratchPolicy(hidden_size=256, intermediate_size=1024, layers=8, heads=8, kv_heads=4, context=TOKENS)

@@ -12,17 +12,17 @@ import pyarrow as pa
 
 from bench.tables import Table
 from bench.vllm import VLLM_VARIABLE
-from infra.environments.find import find_python
-from infra.store.bundles import publish_bundle
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine, VllmEngine
-from models.config.environments import TargetEnvironment
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import RolloutWork
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import EngineConfig, SamplingConfig, TransformersEngine, VllmEngine
+from rheostat.models.config.environments import TargetEnvironment
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.policies import small_tokenizer, write_policy
 
 PROMPTS, GROUP, TURNS, PAIRS = 16, 4, 3, 3

@@ -21,9 +21,9 @@ from bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATT
 from bench.jobs import FinishedJob, PeakMemory, run_job_to_end
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration, Workload, start_trl
-from infra.store.runs import Run
-from models.text.tokenizer import load_tokenizer
-from tasks.run.keys import iteration_key
+from rheostat.infra.store.runs import Run
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.tasks.run.keys import iteration_key
 
 SETTLED = 2
 

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_workload import TrlIteration, Workload, read_workload
-from models.vision.color_conversion import decode_rgb
+from rheostat.models.vision.color_conversion import decode_rgb
 
 
 class TimedTrainer(GRPOTrainer):

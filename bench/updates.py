@@ -23,18 +23,18 @@ from torch.profiler import ProfilerActivity, profile
 from bench.decoders import QWEN3_0_6B, TINY, Decoder, DType, write_decoder
 from bench.device import measure_device, peak_flops
 from bench.tables import Table
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import open_store
-from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
-from models.config.algorithms import Grpo
-from models.config.objectives import KlPenalty, UpdateConfig
-from models.inspection.plain import DecoderSizes
-from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import UpdateWork
-from models.workers.update import UpdateWorker
-from placement.roofline import Generated, compute_utilization, shared_flops
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.objectives import KlPenalty, UpdateConfig
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.records.schemas import SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.workers.update import UpdateWorker
+from rheostat.placement.roofline import Generated, compute_utilization, shared_flops
 
 SIZE_VARIABLE = "BENCH_UPDATES_SIZE"
 GROUP = 8

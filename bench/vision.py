@@ -25,17 +25,17 @@ from bench.inputs import GROUP, HELDOUT, PROMPTS, Inputs, job_config
 from bench.jobs import FinishedJob
 from bench.tables import Table
 from bench.trl import SETTLED, compare_with_trl, medians, medians_of, table
-from infra.store.contracts import Store
-from models.config.algorithms import Grpo
-from models.config.engines import TransformersEngine
-from models.config.objectives import UpdateConfig
-from models.config.policy import ScratchPolicy, ScratchTower, VisionScratchPolicy
-from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
-from models.records.versions import policy_of
-from models.records.work import RolloutWork, UpdateWork
-from models.workers.rollout import RolloutWorker
-from models.workers.update import UpdateWorker
-from tasks.run.iteration import Iteration
+from rheostat.infra.store.contracts import Store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.engines import TransformersEngine
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import ScratchPolicy, ScratchTower, VisionScratchPolicy
+from rheostat.models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
+from rheostat.models.records.versions import policy_of
+from rheostat.models.records.work import RolloutWork, UpdateWork
+from rheostat.models.workers.rollout import RolloutWorker
+from rheostat.models.workers.update import UpdateWorker
+from rheostat.tasks.run.iteration import Iteration
 from tests.support.loopback import free_port
 
 SIDE, TOKENS, ITERATIONS = 96, 32, 4

@@ -23,20 +23,20 @@ from bench.decoders import MIDDLE, TINY, Decoder, write_decoder
 from bench.drawn import DrawnLengths, DrawnVllm
 from bench.tables import Table
 from bench.vllm_raw import RawProcess, RawRound, RawWorkload, start_raw
-from infra.environments.find import find_python
-from infra.pools.cluster import RayCluster
-from infra.pools.pool import Pool
-from infra.pools.worker import PoolSpec
-from infra.store.bundles import publish_bundle
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
-from models.records.model_input import rollout_inputs
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import RolloutWork
-from models.text.tokenizer import load_tokenizer
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.records.model_input import rollout_inputs
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.text.tokenizer import load_tokenizer
 
 VLLM_VARIABLE = "VLLM_PYTHON"
 """Name of the environment variable that contains the path of the Python interpreter of vLLM's environment.
@@ -124,7 +124,7 @@ async def _pool(home: Path, size: Size, python: Path):
     async with RayCluster.open("bench") as cluster:
         spec = PoolSpec(
             role="rollout",
-            target="models.workers.rollout:RolloutWorker",
+            target="rheostat.models.workers.rollout:RolloutWorker",
             options={"store_uri": str(home), "run": "bench", "engine": engine, "threads": THREADS},
             size=1,
             threads=THREADS,

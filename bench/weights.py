@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.tables import Table
-from infra.store.bundles import describe_bundle
-from infra.store.file_writer import FILES_AT_ONCE, Piece, describe_pieces, write_files, write_pieces
-from models.modeling.safetensors import copy_to_host, tensor_pieces
+from rheostat.infra.store.bundles import describe_bundle
+from rheostat.infra.store.file_writer import FILES_AT_ONCE, Piece, describe_pieces, write_files, write_pieces
+from rheostat.models.modeling.safetensors import copy_to_host, tensor_pieces
 
 GIGABYTES: Final = 2.0
 ROUNDS: Final = 5

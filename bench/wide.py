@@ -9,7 +9,7 @@ import psutil
 from bench.jobs import DEMO, run_job_to_end
 from bench.processes import cpu_seconds
 from bench.tables import Table
-from tasks.run.keys import iteration_key
+from rheostat.tasks.run.keys import iteration_key
 
 PROMPTS, SHARD_PROMPTS, ITERATIONS = 4096, 32, 4
 WIDE = (
@@ -52,4 +52,6 @@ def measure() -> list[Table]:
 
 def list_servers(driver: int) -> list[psutil.Process]:
     """Return the Prefect server processes that a driver has started. `driver` is the driver's process ID."""
-    return [child for child in psutil.Process(driver).children() if "flows.cli.server" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process(driver).children() if "rheostat.flows.cli.server" in " ".join(child.cmdline())
+    ]

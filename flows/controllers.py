@@ -17,11 +17,11 @@ from prefect.client.schemas.objects import State
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 
-from flows.deployed_controllers import DeployedController, FlowRuns, connect_to_prefect
-from infra.errors import first_cause
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.open_run import OpenRun, RunRef
-from tasks.run.work_queue import (
+from rheostat.flows.deployed_controllers import DeployedController, FlowRuns, connect_to_prefect
+from rheostat.infra.errors import first_cause
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.run.open_run import OpenRun, RunRef
+from rheostat.tasks.run.work_queue import (
     BatchRequest,
     ControllerSpan,
     RunBatch,

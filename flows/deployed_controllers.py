@@ -16,11 +16,11 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
 from prefect.states import Cancelling
 
-from infra.counts import format_count
-from infra.errors import WorkerFailed, WorkerLost
-from tasks.run.keys import StageKey
-from tasks.run.open_run import OpenRun
-from tasks.run.work_queue import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import WorkerFailed, WorkerLost
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.work_queue import (
     MAX_SILENT_SECONDS,
     BatchRequest,
     ControllerMessage,

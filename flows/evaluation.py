@@ -2,12 +2,12 @@
 
 from prefect import flow
 
-from flows.measurement import evaluate_iteration
-from flows.run_access import lock_run
-from flows.warmup import prepare_run
-from tasks.config.run import RunConfig
-from tasks.run.keys import evaluation_key
-from tasks.views.metrics import Accuracy
+from rheostat.flows.measurement import evaluate_iteration
+from rheostat.flows.run_access import lock_run
+from rheostat.flows.warmup import prepare_run
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.keys import evaluation_key
+from rheostat.tasks.views.metrics import Accuracy
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

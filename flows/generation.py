@@ -3,13 +3,13 @@ shards of the batch."""
 
 import asyncio
 
-from flows.controllers import run_on_controller
-from flows.rollout import rollout
-from flows.scoring import scoring
-from placement.records import Plan
-from tasks.placement.stage import correct_placement, give_slots_to, place_stage, record_measurements
-from tasks.run.batch import Batch, slice_shards
-from tasks.run.open_run import OpenRun
+from rheostat.flows.controllers import run_on_controller
+from rheostat.flows.rollout import rollout
+from rheostat.flows.scoring import scoring
+from rheostat.placement.records import Plan
+from rheostat.tasks.placement.stage import correct_placement, give_slots_to, place_stage, record_measurements
+from rheostat.tasks.run.batch import Batch, slice_shards
+from rheostat.tasks.run.open_run import OpenRun
 
 
 async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:

@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 
-from flows.controllers import run_on_controller
-from flows.generation import generate_and_score
-from flows.update import update
-from tasks.auxiliary import compute_auxiliary_scores
-from tasks.commit import retire_policies, retire_rollouts, seal_iteration
-from tasks.credit import assign_credit
-from tasks.placement.stage import reserve_update_machines
-from tasks.plan import plan_iteration, plan_next_wave
-from tasks.reporting import report_iteration
-from tasks.run.batch import Batch
-from tasks.run.iteration import Iteration
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import tag_tasks
-from tasks.tracking.follow import track_iteration, update_metrics_file
+from rheostat.flows.controllers import run_on_controller
+from rheostat.flows.generation import generate_and_score
+from rheostat.flows.update import update
+from rheostat.tasks.auxiliary import compute_auxiliary_scores
+from rheostat.tasks.commit import retire_policies, retire_rollouts, seal_iteration
+from rheostat.tasks.credit import assign_credit
+from rheostat.tasks.placement.stage import reserve_update_machines
+from rheostat.tasks.plan import plan_iteration, plan_next_wave
+from rheostat.tasks.reporting import report_iteration
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import tag_tasks
+from rheostat.tasks.tracking.follow import track_iteration, update_metrics_file
 
 CLOSE_AFTER_SECONDS = 0.05
 """Delay in seconds before a trained iteration is marked as complete (sealed). Sealing uses the CPU, so the delay lets

@@ -2,13 +2,13 @@
 
 from prefect import flow
 
-from flows.generation import generate_and_score
-from tasks.evaluation import is_summarized, summarize_evaluation, summarize_measurement
-from tasks.plan import plan_evaluation, plan_measurement
-from tasks.run.keys import evaluation_key
-from tasks.run.open_run import OpenRun, RunRef, get_open_run
-from tasks.run.stages import tag_tasks
-from tasks.views.metrics import Accuracy
+from rheostat.flows.generation import generate_and_score
+from rheostat.tasks.evaluation import is_summarized, summarize_evaluation, summarize_measurement
+from rheostat.tasks.plan import plan_evaluation, plan_measurement
+from rheostat.tasks.run.keys import evaluation_key
+from rheostat.tasks.run.open_run import OpenRun, RunRef, get_open_run
+from rheostat.tasks.run.stages import tag_tasks
+from rheostat.tasks.views.metrics import Accuracy
 
 
 async def measure_policy(open_run: OpenRun, policy: str) -> Accuracy | None:

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, exception_to_crashed_state
 from prefect.utilities import engine as engine_signals
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 CANCELLED: Final = "Cancelled before its end."
 _CRASHED: Final = f"Crash detected! {CANCELLED}"

@@ -6,8 +6,13 @@ flow, which takes a third of a second.
 
 from prefect import flow
 
-from tasks.preparation import fine_tune_policy, make_reward_model, train_policy_on_preferences, train_reward_model
-from tasks.run.open_run import RunRef, get_open_run
+from rheostat.tasks.preparation import (
+    fine_tune_policy,
+    make_reward_model,
+    train_policy_on_preferences,
+    train_reward_model,
+)
+from rheostat.tasks.run.open_run import RunRef, get_open_run
 
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")

@@ -8,10 +8,10 @@ import time
 
 from prefect import flow
 
-from flows.run_access import reopen_run
-from flows.scoring import judge_and_score
-from tasks.preparation import make_reward_model, train_reward_model
-from tasks.rescoring import (
+from rheostat.flows.run_access import reopen_run
+from rheostat.flows.scoring import judge_and_score
+from rheostat.tasks.preparation import make_reward_model, train_reward_model
+from rheostat.tasks.rescoring import (
     begin_recredit,
     begin_rescoring,
     find_remaining_iterations,
@@ -21,7 +21,7 @@ from tasks.rescoring import (
     seal_rescoring,
     start_reward_models,
 )
-from tasks.run.rescorings import DerivedResult, Recredit, Rescoring, rescored_batches, with_rescoring_commits
+from rheostat.tasks.run.rescorings import DerivedResult, Recredit, Rescoring, rescored_batches, with_rescoring_commits
 
 
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")

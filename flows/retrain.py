@@ -6,17 +6,17 @@ from datetime import date
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.evaluation import evaluate
-from flows.prefect_states import install_state_handling
-from flows.train import train
-from tasks.config.run import RunConfig
-from tasks.promotion.approval import await_approval
-from tasks.promotion.draft import draft_retrain, with_date
-from tasks.promotion.gate import run_gate
-from tasks.promotion.page import report_gate
-from tasks.promotion.power import check_suites
-from tasks.promotion.promote import Retrained, find_verdict, record_verdict, sync_mirror
-from tasks.promotion.suites import find_opponent, policies_to_compare, suites_of
+from rheostat.flows.evaluation import evaluate
+from rheostat.flows.prefect_states import install_state_handling
+from rheostat.flows.train import train
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.promotion.approval import await_approval
+from rheostat.tasks.promotion.draft import draft_retrain, with_date
+from rheostat.tasks.promotion.gate import run_gate
+from rheostat.tasks.promotion.page import report_gate
+from rheostat.tasks.promotion.power import check_suites
+from rheostat.tasks.promotion.promote import Retrained, find_verdict, record_verdict, sync_mirror
+from rheostat.tasks.promotion.suites import find_opponent, policies_to_compare, suites_of
 
 
 def _build_name() -> str:

@@ -3,10 +3,10 @@ dual encoder if it is more accurate."""
 
 from prefect import flow
 
-from flows.prefect_states import install_state_handling
-from models.config.retriever import RetrieverConfig
-from models.records.retrievals import TrainedRetriever
-from tasks.retriever import (
+from rheostat.flows.prefect_states import install_state_handling
+from rheostat.models.config.retriever import RetrieverConfig
+from rheostat.models.records.retrievals import TrainedRetriever
+from rheostat.tasks.retriever import (
     find_finished,
     first_training_method,
     lock_retriever,

@@ -2,17 +2,17 @@
 
 from prefect import flow
 
-from flows.prefect_states import install_state_handling
-from flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
-from flows.run_access import lock_run
-from tasks.config.run import RunConfig, require_part
-from tasks.preparation import (
+from rheostat.flows.prefect_states import install_state_handling
+from rheostat.flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
+from rheostat.flows.run_access import lock_run
+from rheostat.tasks.config.run import RunConfig, require_part
+from rheostat.tasks.preparation import (
     commit_initial_policy,
     prepare_policy_and_prompts,
     uses_fine_tuning,
     uses_preference_training,
 )
-from tasks.training_report import TrainedRewards, report_rewards
+from rheostat.tasks.training_report import TrainedRewards, report_rewards
 
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

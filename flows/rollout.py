@@ -3,10 +3,10 @@
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.controllers import controller_name
-from flows.run_access import run_controller
-from tasks.rollout import generate_shards
-from tasks.run.open_run import RunRef
+from rheostat.flows.controllers import controller_name
+from rheostat.flows.run_access import run_controller
+from rheostat.tasks.rollout import generate_shards
+from rheostat.tasks.run.open_run import RunRef
 
 
 @flow(name="rollout", flow_run_name=controller_name, persist_result=True, result_serializer="json")

@@ -17,30 +17,30 @@ from prefect.client.schemas.objects import State
 from prefect.states import Crashed
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from flows.controllers import open_controllers, serve_requests
-from flows.prefect_states import install_state_handling
-from infra.errors import BadInput, HolderLost, first_cause
-from infra.plugins import PACKAGES
-from infra.store.chain import linked_parts
-from infra.store.dependencies import check_dependencies, record_dependencies, recorded_commits, recorded_config
-from infra.store.garbage import tag_run
-from infra.store.inputs import PathNames
-from infra.store.run_record import has_results
-from infra.store.runs import create_run
-from infra.store.runs import open_run as open_stored_run
-from infra.untrusted_text import log_visibly
-from placement.measurements import Role
-from tasks.config.run import RunConfig, parse_config
-from tasks.events import emit_of_run
-from tasks.placement.stage import place_single_role
-from tasks.preparation import check_inputs, check_rewards
-from tasks.run.batch import Batch
-from tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
-from tasks.run.hub_inputs import fetch_hub_inputs, with_base_commits
-from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
-from tasks.run.preflight import is_checked, with_data_sized_defaults, with_recorded_defaults
-from tasks.run.stages import commit_pending_results, tag_tasks
-from tasks.run.work_queue import Shards
+from rheostat.flows.controllers import open_controllers, serve_requests
+from rheostat.flows.prefect_states import install_state_handling
+from rheostat.infra.errors import BadInput, HolderLost, first_cause
+from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.store.chain import linked_parts
+from rheostat.infra.store.dependencies import check_dependencies, record_dependencies, recorded_commits, recorded_config
+from rheostat.infra.store.garbage import tag_run
+from rheostat.infra.store.inputs import PathNames
+from rheostat.infra.store.run_record import has_results
+from rheostat.infra.store.runs import create_run
+from rheostat.infra.store.runs import open_run as open_stored_run
+from rheostat.infra.untrusted_text import log_visibly
+from rheostat.placement.measurements import Role
+from rheostat.tasks.config.run import RunConfig, parse_config
+from rheostat.tasks.events import emit_of_run
+from rheostat.tasks.placement.stage import place_single_role
+from rheostat.tasks.preparation import check_inputs, check_rewards
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
+from rheostat.tasks.run.hub_inputs import fetch_hub_inputs, with_base_commits
+from rheostat.tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
+from rheostat.tasks.run.preflight import is_checked, with_data_sized_defaults, with_recorded_defaults
+from rheostat.tasks.run.stages import commit_pending_results, tag_tasks
+from rheostat.tasks.run.work_queue import Shards
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,14 @@
 
 from prefect import flow
 
-from flows.measurement import measure_policy
-from flows.prefect_states import install_state_handling
-from flows.preparation import run_fine_tuning
-from flows.run_access import lock_run
-from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
-from tasks.preparation import prepare_policy_and_prompts
-from tasks.run.keys import BASE, SFT
-from tasks.training_report import TrainedPolicy, report_policy
+from rheostat.flows.measurement import measure_policy
+from rheostat.flows.prefect_states import install_state_handling
+from rheostat.flows.preparation import run_fine_tuning
+from rheostat.flows.run_access import lock_run
+from rheostat.tasks.config.run import RunConfig, require_part, with_rule_rewards_only
+from rheostat.tasks.preparation import prepare_policy_and_prompts
+from rheostat.tasks.run.keys import BASE, SFT
+from rheostat.tasks.training_report import TrainedPolicy, report_policy
 
 
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -5,11 +5,11 @@ import logging
 
 from prefect import flow
 
-from flows.evaluation import evaluate
-from flows.train import train
-from tasks.config.run import RunConfig
-from tasks.run.preflight import is_run_complete
-from tasks.soup.parts import (
+from rheostat.flows.evaluation import evaluate
+from rheostat.flows.train import train
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.preflight import is_run_complete
+from rheostat.tasks.soup.parts import (
     PreferencePoint,
     Statistics,
     backbone_runs,
@@ -25,7 +25,7 @@ from tasks.soup.parts import (
     start_run,
     statistics_run,
 )
-from tasks.soup.record import SoupRecord, choose_beta, commit_soup
+from rheostat.tasks.soup.record import SoupRecord, choose_beta, commit_soup
 
 logger = logging.getLogger(__name__)
 

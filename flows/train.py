@@ -5,21 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prefect import flow
 
-from flows.iteration import close_iteration, generate_ahead, train_iteration
-from flows.measurement import evaluate_iteration
-from flows.run_access import lock_run
-from flows.warmup import prepare_run
-from tasks.alarms import apply_alarms, check_alarms
-from tasks.commit import retire_policies, retire_rollouts
-from tasks.config.run import RunConfig
-from tasks.costs import check_budget, record_costs
-from tasks.preparation import start_pools
-from tasks.reporting import find_remaining_iterations, keep_pages_updated, report_run
-from tasks.run.iteration import Iteration
-from tasks.run.keys import evaluation_key
-from tasks.run.open_run import OpenRun
-from tasks.tracking.follow import mirror_to_trackers
-from tasks.views.summary import RunSummary
+from rheostat.flows.iteration import close_iteration, generate_ahead, train_iteration
+from rheostat.flows.measurement import evaluate_iteration
+from rheostat.flows.run_access import lock_run
+from rheostat.flows.warmup import prepare_run
+from rheostat.tasks.alarms import apply_alarms, check_alarms
+from rheostat.tasks.commit import retire_policies, retire_rollouts
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.costs import check_budget, record_costs
+from rheostat.tasks.preparation import start_pools
+from rheostat.tasks.reporting import find_remaining_iterations, keep_pages_updated, report_run
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import evaluation_key
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.tracking.follow import mirror_to_trackers
+from rheostat.tasks.views.summary import RunSummary
 
 
 @flow(

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.controllers import controller_name
-from flows.run_access import run_controller
-from tasks.run.batch import Batch
-from tasks.run.iteration import Iteration
-from tasks.run.open_run import OpenRun, RunRef
-from tasks.update import update_policy
+from rheostat.flows.controllers import controller_name
+from rheostat.flows.run_access import run_controller
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.open_run import OpenRun, RunRef
+from rheostat.tasks.update import update_policy
 
 
 @flow(name="update", flow_run_name=controller_name, persist_result=True, result_serializer="json")

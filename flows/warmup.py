@@ -3,16 +3,16 @@ models."""
 
 from prefect import flow
 
-from flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
-from tasks.auxiliary import has_critic, make_critic, make_teacher, stores_teacher
-from tasks.preparation import (
+from rheostat.flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
+from rheostat.tasks.auxiliary import has_critic, make_critic, make_teacher, stores_teacher
+from rheostat.tasks.preparation import (
     commit_initial_policy,
     prepare_policy_and_prompts,
     release_preparation,
     uses_fine_tuning,
     uses_preference_training,
 )
-from tasks.run.open_run import RunRef, get_open_run
+from rheostat.tasks.run.open_run import RunRef, get_open_run
 
 
 @flow(name="warmup", flow_run_name="warm-up")

@@ -24,9 +24,9 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema, to_jsonable_python
 
-from infra.booleans import refuse_booleans
-from infra.errors import BadInput
-from infra.renamed import (
+from rheostat.infra.booleans import refuse_booleans
+from rheostat.infra.errors import BadInput
+from rheostat.infra.renamed import (
     RenamedFrom,
     Renames,
     accept_old_names,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 HOUR = 3600.0
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Final
 
-from infra.untrusted_text import make_visible
+from rheostat.infra.untrusted_text import make_visible
 
 
 class RheostatError(Exception):

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from infra import runner
-from infra.demos import DEMOS, FORMER_TARGETS
-from infra.errors import BadInput
-from infra.runner import nearest_name
+from rheostat.infra import runner
+from rheostat.infra.demos import DEMOS, FORMER_TARGETS
+from rheostat.infra.errors import BadInput
+from rheostat.infra.runner import nearest_name
 
 __all__ = [
     "PACKAGES",

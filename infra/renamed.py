@@ -15,9 +15,9 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
-from infra.demos import FORMER_TARGETS
-from infra.errors import DeprecatedSpelling
-from infra.validation_errors import field_models
+from rheostat.infra.demos import FORMER_TARGETS
+from rheostat.infra.errors import DeprecatedSpelling
+from rheostat.infra.validation_errors import field_models
 
 _KIND: Final = "kind"
 """Name of the key with which a table selects one of several configuration classes."""

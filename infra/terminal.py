@@ -24,8 +24,8 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from infra.errors import BadInput, DeprecatedSpelling, RheostatError
-from infra.untrusted_text import make_visible
+from rheostat.infra.errors import BadInput, DeprecatedSpelling, RheostatError
+from rheostat.infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +153,7 @@ def _check_command(app: App, words: Sequence[str]) -> None:
         if not known or word.startswith(("-", "__")):  # shell completion runs the command `__complete`
             return
         if word not in known:
-            from infra.validation_errors import nearest
+            from rheostat.infra.validation_errors import nearest
 
             hint = f"{nearest(word, known)} (see `{' '.join(parents)} --help`)"
             raise BadInput(f"unknown command {word!r}: expected {', '.join(known)}{hint}")
@@ -253,7 +253,7 @@ def _row(cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
 def _describe_error(error: CycloptsError) -> str:
     """Return a message about an invalid command line: the expected value, the actual value and the most similar valid
     name."""
-    from infra.validation_errors import nearest
+    from rheostat.infra.validation_errors import nearest
 
     match error:
         case UnknownOptionError(token=token):

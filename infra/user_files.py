@@ -4,7 +4,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 MAX_MEBIBYTES: Final = 256
 """Maximum size in MiB of a text file that is read. A larger file is refused."""

@@ -23,11 +23,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from infra.config import Settings
-from infra.demos import FORMER_TARGETS, find_former_name
-from infra.errors import BadInput
-from infra.plugins import check_function, find_target, present_target, register_demo
-from infra.validation_errors import explain
+from rheostat.infra.config import Settings
+from rheostat.infra.demos import FORMER_TARGETS, find_former_name
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import check_function, find_target, present_target, register_demo
+from rheostat.infra.validation_errors import explain
 
 
 def _register_former_target(target: str) -> str:

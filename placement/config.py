@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 
 class PlacementPolicy(Settings):
@@ -84,7 +84,7 @@ class AdaptivePlacement(PlacementPolicy):
 
 
 class TargetPlacement(PlacementPolicy):
-    """Placement by a user-defined class that implements `placement.records.Policy`."""
+    """Placement by a user-defined class that implements `rheostat.placement.records.Policy`."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]

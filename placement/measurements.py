@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from infra.config import Settings
-from infra.statistics import normal_quantile
-from placement.records import Demand, Floats, Pace, ResizeCost
+from rheostat.infra.config import Settings
+from rheostat.infra.statistics import normal_quantile
+from rheostat.placement.records import Demand, Floats, Pace, ResizeCost
 
 MIN_VARIATION = 0.01
 """Minimum squared coefficient of variation of x for which both the base and the slope of a line are fitted. Below this

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 Floats = NDArray[np.float64]
 
@@ -198,8 +198,8 @@ class Decision(Settings):
 class Policy(Protocol):
     """Placement policy. Decisions must be deterministic: equal inputs lead to equal decisions.
 
-    Policies are implemented in `placement.policies` or by users. The controller of a run (the sub-flow that assigns
-    work to the workers) calls them.
+    Policies are implemented in `rheostat.placement.policies` or by users. The controller of a run (the sub-flow that
+    assigns work to the workers) calls them.
     """
 
     def plan(self, inputs: PlanInputs) -> Decision:

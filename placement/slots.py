@@ -7,10 +7,10 @@ the other reward models, which get slots in rounds. In each round, the models wi
 
 from collections.abc import Mapping
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.plugins import nearest_name
-from placement.records import Plan, PlanInputs
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import nearest_name
+from rheostat.placement.records import Plan, PlanInputs
 
 MAX_SPLITS = 512
 """Maximum number of splits that are compared. Predictions are not accurate enough to distinguish splits that differ by

@@ -7,16 +7,16 @@ alarm ends the run is decided for its newest iteration, by the alarms in the cur
 
 from collections.abc import Iterator
 
-from infra.counts import format_count
-from infra.errors import AlarmStopped
-from tasks.events import emit_of_run
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey
-from tasks.run.open_run import OpenRun
-from tasks.run.ordered_reverts import required_revert, revert_target, triggered_alarms
-from tasks.run.reverts import has_reverted, policy_after, restored_version, revert_key
-from tasks.run.stages import commit_decision
-from tasks.views.metrics import sealed_iterations
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import AlarmStopped
+from rheostat.tasks.events import emit_of_run
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.ordered_reverts import required_revert, revert_target, triggered_alarms
+from rheostat.tasks.run.reverts import has_reverted, policy_after, restored_version, revert_key
+from rheostat.tasks.run.stages import commit_decision
+from rheostat.tasks.views.metrics import sealed_iterations
 
 
 def apply_alarms(open_run: OpenRun, number: int) -> bool:

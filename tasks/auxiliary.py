@@ -4,16 +4,16 @@ One task uses all update ranks. The initial critic is created once, if the algor
 into the run once, unless it is behind an endpoint.
 """
 
-from infra.store.manifests import Manifest
-from models.algorithms.advantages import required_models
-from models.config.teachers import TeacherDirectory
-from models.records.versions import critic_of, policy_of
-from models.records.work import CriticWork, EstimateWork, TeacherWork
-from tasks.config.run import RunConfig
-from tasks.run.iteration import Iteration
-from tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import run_once, stage
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.algorithms.advantages import required_models
+from rheostat.models.config.teachers import TeacherDirectory
+from rheostat.models.records.versions import critic_of, policy_of
+from rheostat.models.records.work import CriticWork, EstimateWork, TeacherWork
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import run_once, stage
 
 
 def find_stored_teacher(settings: RunConfig) -> TeacherDirectory | None:

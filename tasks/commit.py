@@ -4,25 +4,25 @@ settings no longer keep."""
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
-from infra.errors import Damaged
-from infra.store.bundles import BundleRef, delete_bundle
-from infra.store.garbage import delete_all
-from infra.store.manifests import Manifest
-from infra.store.readers import bundles_in_use
-from infra.store.runs import Run
-from infra.store.shards import tombstone_key
-from infra.store.tombstones import Deleted, deleted_parts, write_tombstone
-from models.records.versions import policy_of
-from tasks.alarms import describe_triggered
-from tasks.auxiliary import auxiliary_manifests
-from tasks.costs import Reservation, iteration_costs
-from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
-from tasks.run.keys import StageKey, iteration_key, iteration_numbers
-from tasks.run.open_run import OpenRun
-from tasks.run.rescorings import DerivedResult, list_derived_results
-from tasks.run.reverts import has_reverted, policy_after
-from tasks.run.stages import append_to_chain, commit_decision, controller_provenance
-from tasks.run.states import newest_with_state, updates_since_state
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import BundleRef, delete_bundle
+from rheostat.infra.store.garbage import delete_all
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.readers import bundles_in_use
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import tombstone_key
+from rheostat.infra.store.tombstones import Deleted, deleted_parts, write_tombstone
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.alarms import describe_triggered
+from rheostat.tasks.auxiliary import auxiliary_manifests
+from rheostat.tasks.costs import Reservation, iteration_costs
+from rheostat.tasks.run.iteration import Iteration, carry_over_after, carry_over_before
+from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.rescorings import DerivedResult, list_derived_results
+from rheostat.tasks.run.reverts import has_reverted, policy_after
+from rheostat.tasks.run.stages import append_to_chain, commit_decision, controller_provenance
+from rheostat.tasks.run.states import newest_with_state, updates_since_state
 
 
 def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:

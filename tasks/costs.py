@@ -3,16 +3,16 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from infra.costs import Cost, total
-from infra.errors import BudgetSpent
-from infra.store.manifests import Manifest
-from tasks.auxiliary import auxiliary_manifests
-from tasks.events import emit_of_run
-from tasks.run.batch import Batch
-from tasks.run.iteration import Iteration
-from tasks.run.keys import reward_model_role
-from tasks.run.open_run import OpenRun
-from tasks.views.metrics import run_costs, sealed_iterations
+from rheostat.infra.costs import Cost, total
+from rheostat.infra.errors import BudgetSpent
+from rheostat.infra.store.manifests import Manifest
+from rheostat.tasks.auxiliary import auxiliary_manifests
+from rheostat.tasks.events import emit_of_run
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import reward_model_role
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.views.metrics import run_costs, sealed_iterations
 
 
 @dataclass(frozen=True, slots=True)

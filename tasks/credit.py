@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable
 
-from infra.store.manifests import Manifest
-from models.config.rewards import ScoringConfig
-from models.config.rollout import DynamicSampling
-from models.judges.checks import check_judges
-from models.records.work import CreditWork
-from tasks.auxiliary import auxiliary_manifests
-from tasks.run.batch import Batch
-from tasks.run.iteration import Iteration, ScoredRollouts
-from tasks.run.keys import StageKey, reward_model_role
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import run_once, stage
-from tasks.update import reward_coefficient
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import DynamicSampling
+from rheostat.models.judges.checks import check_judges
+from rheostat.models.records.work import CreditWork
+from rheostat.tasks.auxiliary import auxiliary_manifests
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.iteration import Iteration, ScoredRollouts
+from rheostat.tasks.run.keys import StageKey, reward_model_role
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import run_once, stage
+from rheostat.tasks.update import reward_coefficient
 
 
 @stage("{iteration.key} credit", retries=2)

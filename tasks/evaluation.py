@@ -3,18 +3,18 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from infra.costs import Cost
-from infra.store.manifests import Manifest
-from infra.store.shards import read_shard
-from models.rewards.scores import problem_metrics
-from tasks.costs import compute_costs, read_reservation
-from tasks.events import emit_of_run
-from tasks.preparation import FROM_STORE_SUFFIX
-from tasks.run.batch import Batch
-from tasks.run.keys import StageKey
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import append_to_chain, commit_decision, controller_provenance
-from tasks.views.metrics import Accuracy, accuracy_of
+from rheostat.infra.costs import Cost
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.rewards.scores import problem_metrics
+from rheostat.tasks.costs import compute_costs, read_reservation
+from rheostat.tasks.events import emit_of_run
+from rheostat.tasks.preparation import FROM_STORE_SUFFIX
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import append_to_chain, commit_decision, controller_provenance
+from rheostat.tasks.views.metrics import Accuracy, accuracy_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Final, Literal
 from prefect import get_client
 from prefect.events import Event, emit_event
 
-from infra.store.registry import RegistryRecord
+from rheostat.infra.store.registry import RegistryRecord
 
 TELL_SECONDS: Final = 5.0
 """Maximum time in seconds that a command waits for Prefect's API when it sends an event about a registry record."""

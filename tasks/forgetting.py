@@ -8,16 +8,23 @@ from collections.abc import Mapping
 
 import pyarrow.parquet as pq
 
-from infra.config import Settings
-from infra.store.chain import complete_manifests
-from infra.store.dependencies import dependency_records
-from infra.store.garbage import collect_garbage, delete_all
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, current_shard, read_shard, rewrite_shard
-from infra.store.tombstones import FORGOTTEN, Deleted, is_replacement, needed_objects, replaced_shards, write_tombstone
-from models.rollouts.forgotten import Prompts, erase_prompts, find_prompts
-from tasks.run.keys import PROMPTS, StageKey
-from tasks.views.export import write_export
+from rheostat.infra.config import Settings
+from rheostat.infra.store.chain import complete_manifests
+from rheostat.infra.store.dependencies import dependency_records
+from rheostat.infra.store.garbage import collect_garbage, delete_all
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, current_shard, read_shard, rewrite_shard
+from rheostat.infra.store.tombstones import (
+    FORGOTTEN,
+    Deleted,
+    is_replacement,
+    needed_objects,
+    replaced_shards,
+    write_tombstone,
+)
+from rheostat.models.rollouts.forgotten import Prompts, erase_prompts, find_prompts
+from rheostat.tasks.run.keys import PROMPTS, StageKey
+from rheostat.tasks.views.export import write_export
 
 WHY = "rheostat forget"
 

@@ -3,14 +3,14 @@ completions. It is stored before work on the batch starts, so a resumed run does
 
 from math import floor
 
-from models.config.engines import SamplingConfig
-from models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
-from tasks.run.batch import Batch, BatchPlan
-from tasks.run.iteration import Iteration
-from tasks.run.keys import PROMPTS, evaluation_key, iteration_key
-from tasks.run.open_run import OpenRun
-from tasks.run.reverts import policy_key
-from tasks.run.stages import commit_decision
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
+from rheostat.tasks.run.batch import Batch, BatchPlan
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import PROMPTS, evaluation_key, iteration_key
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.reverts import policy_key
+from rheostat.tasks.run.stages import commit_decision
 
 
 def plan_iteration(open_run: OpenRun, iteration: Iteration) -> Batch:

@@ -8,13 +8,13 @@ import logging
 from contextlib import nullcontext
 from typing import Final
 
-from infra.counts import format_count
-from infra.store.manifests import Manifest
-from models.config.checks import CheckResult
-from models.config.environments import DialogueEnvironment
-from models.records.training_orders import order_training
-from models.records.versions import policy_of
-from models.records.work import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.config.checks import CheckResult
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.records.training_orders import order_training
+from rheostat.models.records.versions import policy_of
+from rheostat.models.records.work import (
     PolicyWork,
     PreferenceWork,
     PromptWork,
@@ -23,12 +23,12 @@ from models.records.work import (
     UserWarmupWork,
     WarmupWork,
 )
-from tasks.config.run import RunConfig
-from tasks.placement.stage import reserve_shared_gpus
-from tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey
-from tasks.run.open_run import OpenRun
-from tasks.run.preflight import preflight
-from tasks.run.stages import commit_decision, run_once, stage
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.placement.stage import reserve_shared_gpus
+from rheostat.tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.preflight import preflight
+from rheostat.tasks.run.stages import commit_decision, run_once, stage
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import psutil
 
-from infra.environments.gpus import gpu_memory, num_gpus
-from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import run_watched
-from models.config.proposals import JobProposal, ProposalRequest
+from rheostat.infra.environments.gpus import gpu_memory, num_gpus
+from rheostat.infra.errors import BadInput, WorkerFailed
+from rheostat.infra.processes.watch import run_watched
+from rheostat.models.config.proposals import JobProposal, ProposalRequest
 
 
 def propose_job(name: str, folder: str, *, inputs: Mapping[str, str | None]) -> JobProposal:
@@ -28,7 +28,7 @@ def propose_job(name: str, folder: str, *, inputs: Mapping[str, str | None]) -> 
         "cores": len(os.sched_getaffinity(0)),
     }
     request = ProposalRequest.model_validate({"name": name, "folder": folder, **inputs, **machine})
-    command = [sys.executable, "-P", "-m", "models.proposals.command"]
+    command = [sys.executable, "-P", "-m", "rheostat.models.proposals.command"]
     code, answer, errors = run_watched("the proposal of a job", command, request.model_dump_json().encode())
     try:
         result = json.loads(answer)

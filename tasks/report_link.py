@@ -7,10 +7,10 @@ import sys
 
 from prefect.artifacts import acreate_link_artifact
 
-from infra.errors import WorkerFailed
-from infra.processes.watch import run_watched
-from tasks.run.keys import artifact_key
-from tasks.run.open_run import OpenRun
+from rheostat.infra.errors import WorkerFailed
+from rheostat.infra.processes.watch import run_watched
+from rheostat.tasks.run.keys import artifact_key
+from rheostat.tasks.run.open_run import OpenRun
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ async def publish_report(open_run: OpenRun) -> str | None:
     Return the location of the report, or None if it failed. A failure is logged and does not stop the run.
     """
     run, request = open_run.run, {"store": open_run.ref.store, "name": open_run.run.name}
-    command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
+    command = [sys.executable, "-P", "-m", "rheostat.tasks.views.report.run"]
     try:
         code, output, errors = await asyncio.to_thread(run_watched, "the report", command, json.dumps(request).encode())
         answer = json.loads(output) if output else {"error": f"code {code}: {errors.decode(errors='replace')[-500:]}"}

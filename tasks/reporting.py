@@ -16,25 +16,25 @@ from prefect.artifacts import (
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ObjectNotFound
 
-from infra.costs import total
-from infra.errors import Damaged, RheostatError
-from infra.store.progress import write_goal
-from infra.store.runs import Run
-from infra.store.shards import ShardRef
-from models.records.versions import directory_of, policy_of
-from models.records.work import ExcerptWork, ScoredShard
-from models.rollouts.preview import Excerpts
-from tasks.events import emit_of_run
-from tasks.preparation import FROM_STORE_SUFFIX
-from tasks.report_link import publish_report
-from tasks.run.batch import picture_shards_of
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, artifact_key, iteration_key, iteration_numbers
-from tasks.run.open_run import OpenRun
-from tasks.run.reverts import has_reverted, policy_after
-from tasks.run.stages import stage
-from tasks.views.diagnosis import MEMORIZED, summarize_warnings
-from tasks.views.metrics import (
+from rheostat.infra.costs import total
+from rheostat.infra.errors import Damaged, RheostatError
+from rheostat.infra.store.progress import write_goal
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef
+from rheostat.models.records.versions import directory_of, policy_of
+from rheostat.models.records.work import ExcerptWork, ScoredShard
+from rheostat.models.rollouts.preview import Excerpts
+from rheostat.tasks.events import emit_of_run
+from rheostat.tasks.preparation import FROM_STORE_SUFFIX
+from rheostat.tasks.report_link import publish_report
+from rheostat.tasks.run.batch import picture_shards_of
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, artifact_key, iteration_key, iteration_numbers
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.reverts import has_reverted, policy_after
+from rheostat.tasks.run.stages import stage
+from rheostat.tasks.views.diagnosis import MEMORIZED, summarize_warnings
+from rheostat.tasks.views.metrics import (
     IterationReport,
     evaluations_of,
     iteration_table,
@@ -43,8 +43,15 @@ from tasks.views.metrics import (
     reports_of,
     run_costs,
 )
-from tasks.views.plots import Curves, draw_in_process, draw_in_thread, learning_curves
-from tasks.views.summary import RunSummary, places_of, progress_text, rollout_table, summary_lines, summary_page
+from rheostat.tasks.views.plots import Curves, draw_in_process, draw_in_thread, learning_curves
+from rheostat.tasks.views.summary import (
+    RunSummary,
+    places_of,
+    progress_text,
+    rollout_table,
+    summary_lines,
+    summary_page,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -7,21 +7,21 @@ Nothing is generated or trained, and stored results stay unchanged.
 import logging
 import time
 
-from infra.config import read_recorded
-from infra.store.dependencies import Dependencies, record_dependencies, recorded_config
-from infra.store.manifests import Manifest
-from models.config.rewards import ScoringConfig
-from models.records.versions import policy_of
-from models.records.work import ComparisonWork
-from placement.records import Plan
-from tasks.credit import check_verdicts, compute_credit
-from tasks.placement.demand import workers_per_role
-from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
-from tasks.run.hub_inputs import base_commits, hub_commits
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, reward_model_role
-from tasks.run.open_run import OpenRun
-from tasks.run.rescorings import (
+from rheostat.infra.config import read_recorded
+from rheostat.infra.store.dependencies import Dependencies, record_dependencies, recorded_config
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.versions import policy_of
+from rheostat.models.records.work import ComparisonWork
+from rheostat.placement.records import Plan
+from rheostat.tasks.credit import check_verdicts, compute_credit
+from rheostat.tasks.placement.demand import workers_per_role
+from rheostat.tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
+from rheostat.tasks.run.hub_inputs import base_commits, hub_commits
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, reward_model_role
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.rescorings import (
     DerivedResult,
     RecreditTerms,
     RescoringTerms,
@@ -32,9 +32,9 @@ from tasks.run.rescorings import (
     rescored_shards,
     sealed_numbers,
 )
-from tasks.run.stages import commit_decision, controller_provenance, stage
-from tasks.update import reward_coefficient
-from tasks.views.metrics import format_number
+from rheostat.tasks.run.stages import commit_decision, controller_provenance, stage
+from rheostat.tasks.update import reward_coefficient
+from rheostat.tasks.views.metrics import format_number
 
 logger = logging.getLogger(__name__)
 

@@ -8,20 +8,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from infra.config import adopt_recorded
-from infra.pools.cluster import RayCluster
-from infra.pools.pool import Pool
-from infra.pools.threads import ThreadCluster
-from infra.pools.worker import PoolSpec
-from infra.store.dependencies import Dependencies, record_dependencies
-from infra.store.manifests import Manifest, provenance_here
-from infra.store.run_record import has_results
-from infra.store.runs import Run, create_run, list_runs, open_run
-from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
-from models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
-from models.records.versions import Outcome
-from tasks.run.hub_inputs import fetch_hub_inputs, hub_commits, with_hub_commits
-from tasks.run.stages import controller_provenance, stage
+from rheostat.infra.config import adopt_recorded
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.store.dependencies import Dependencies, record_dependencies
+from rheostat.infra.store.manifests import Manifest, provenance_here
+from rheostat.infra.store.run_record import has_results
+from rheostat.infra.store.runs import Run, create_run, list_runs, open_run
+from rheostat.models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
+from rheostat.models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
+from rheostat.models.records.versions import Outcome
+from rheostat.tasks.run.hub_inputs import fetch_hub_inputs, hub_commits, with_hub_commits
+from rheostat.tasks.run.stages import controller_provenance, stage
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
     options: dict[str, object] = {"store_uri": f"{store}/{config.name}", "config": config, "threads": pools.threads}
     spec = PoolSpec(
         role="retriever",
-        target="models.workers.retriever:RetrieverWorker",
+        target="rheostat.models.workers.retriever:RetrieverWorker",
         options=options,
         threads=pools.threads,
         gpus=pools.gpus_per_update_rank,

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from infra.store.manifests import Manifest
-from models.config.denoising import DenoisingConfig
-from models.records.versions import policy_of
-from models.records.work import RolloutWork
-from tasks.preparation import find_dialogue_with_stored_user
-from tasks.run.batch import Batch
-from tasks.run.keys import USER
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import run_concurrently, run_once, stage
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.records.versions import policy_of
+from rheostat.models.records.work import RolloutWork
+from rheostat.tasks.preparation import find_dialogue_with_stored_user
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import USER
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import run_concurrently, run_once, stage
 
 
 @stage("{batch.key} generate", retries=2)

@@ -3,15 +3,15 @@ verdicts and rules to rewards. Each controller does this for its shards."""
 
 from collections.abc import Sequence
 
-from infra.store.bundles import BundleRef
-from infra.store.manifests import Manifest
-from models.config.judges import ServedReward
-from models.records.versions import policy_of
-from models.records.work import JudgeWork, ScoringWork, VerdictShard
-from tasks.run.batch import Batch, picture_shards_of
-from tasks.run.keys import StageKey, reward_model_role
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import run_concurrently, run_once, stage, wait_for_manifest
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.config.judges import ServedReward
+from rheostat.models.records.versions import policy_of
+from rheostat.models.records.work import JudgeWork, ScoringWork, VerdictShard
+from rheostat.tasks.run.batch import Batch, picture_shards_of
+from rheostat.tasks.run.keys import StageKey, reward_model_role
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import run_concurrently, run_once, stage, wait_for_manifest
 
 PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 """Pauses in seconds before an unreachable judge is called again, in addition to the pauses between its requests."""

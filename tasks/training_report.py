@@ -1,15 +1,15 @@
 """Results of training on data (SFT, DPO, reward models) for users: losses, held-out data and held-out accuracy."""
 
-from infra.config import Settings
-from infra.counts import format_count
-from infra.store.manifests import Manifest
-from models.records.versions import directory_of
-from tasks.preparation import losses_of
-from tasks.reporting import locate_run
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import stage
-from tasks.views.metrics import Accuracy
-from tasks.views.plots import loss_curves
+from rheostat.infra.config import Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.records.versions import directory_of
+from rheostat.tasks.preparation import losses_of
+from rheostat.tasks.reporting import locate_run
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import stage
+from rheostat.tasks.views.metrics import Accuracy
+from rheostat.tasks.views.plots import loss_curves
 
 
 class TrainedModel(Settings):

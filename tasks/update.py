@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from infra.store.manifests import Manifest
-from models.algorithms.shaping import next_coefficient
-from models.config.divergence import AdaptiveKl
-from models.records.versions import critic_of, policy_of
-from models.records.work import UpdateWork
-from tasks.run.dependencies import relayout_iteration
-from tasks.run.iteration import Iteration
-from tasks.run.open_run import OpenRun
-from tasks.run.reverts import updating_iteration
-from tasks.run.stages import run_once, stage
-from tasks.run.states import STATES, is_due, states_of, updates_since_state
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.algorithms.shaping import next_coefficient
+from rheostat.models.config.divergence import AdaptiveKl
+from rheostat.models.records.versions import critic_of, policy_of
+from rheostat.models.records.work import UpdateWork
+from rheostat.tasks.run.dependencies import relayout_iteration
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.reverts import updating_iteration
+from rheostat.tasks.run.stages import run_once, stage
+from rheostat.tasks.run.states import STATES, is_due, states_of, updates_since_state
 
 
 def reward_coefficient(open_run: OpenRun, iteration: Iteration) -> float:

@@ -23,8 +23,8 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there: no te
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
-from infra.environments.gpus import read_driver_version  # noqa: E402
-from infra.plugins import PACKAGES  # noqa: E402
+from rheostat.infra.environments.gpus import read_driver_version  # noqa: E402
+from rheostat.infra.plugins import PACKAGES  # noqa: E402
 from tests.support.jobs import prefect_server  # noqa: E402
 from tests.support.processes import preload_no_training  # noqa: E402
 

@@ -27,10 +27,10 @@ from bench.simulator.cells import (
     recorded_load,
 )
 from bench.simulator.workload import KNOWN, SCENARIOS
-from infra.errors import BadInput
-from infra.plugins import nearest_name
-from infra.terminal import Json, command_app, run_command, table, write
-from placement.records import MeasuredRun
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import nearest_name
+from rheostat.infra.terminal import Json, command_app, run_command, table, write
+from rheostat.placement.records import MeasuredRun
 
 MAX_WORKERS = 4096
 MAX_MISSES_SHOWN = 40

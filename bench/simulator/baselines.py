@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.simulator.stage import SimulatedRole, Stage
 from bench.simulator.workload import RoleWork, StageWork, Workload
-from placement.records import Decision, DrainInputs, Floats, Memory, Plan, PlanInputs
+from rheostat.placement.records import Decision, DrainInputs, Floats, Memory, Plan, PlanInputs
 
 
 def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:

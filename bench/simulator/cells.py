@@ -35,9 +35,9 @@ from bench.simulator.workload import (
     role_work,
     sample_workload,
 )
-from placement.config import AdaptivePlacement, ProportionalPlacement
-from placement.policies.build import build_policy
-from placement.records import Demand, Policy
+from rheostat.placement.config import AdaptivePlacement, ProportionalPlacement
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Demand, Policy
 
 REGIMES: dict[str, World] = {
     "throughput": World(workers=0),

@@ -10,8 +10,18 @@ import numpy as np
 
 from bench.simulator.stage import RoleView, SimulatedRole, Stage, StageResult, UnitDone, View
 from bench.simulator.workload import StageWork, Workload
-from placement.measurements import MAX_LENGTHS, Measurements, UnitObservation
-from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, Policy, RoleProgress
+from rheostat.placement.measurements import MAX_LENGTHS, Measurements, UnitObservation
+from rheostat.placement.records import (
+    Decision,
+    Demand,
+    DrainInputs,
+    InFlight,
+    Memory,
+    Plan,
+    PlanInputs,
+    Policy,
+    RoleProgress,
+)
 
 ORDER_STATISTICS = 64
 """Number of sequence lengths that are recorded for each unit, as evenly spaced quantiles."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from bench.simulator.workers import Decoder, DecodeSteps, SharedBatch, WholeUnits
 from bench.simulator.workload import Absence, StageWork
-from placement.records import Floats, Plan
+from rheostat.placement.records import Floats, Plan
 
 SimulatedRole = Literal["rollout", "scoring"]
 ROLES: tuple[SimulatedRole, SimulatedRole] = ("rollout", "scoring")

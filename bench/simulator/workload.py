@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from infra.statistics import normal_cdf, normal_quantile
-from placement.records import Floats, Pace
+from rheostat.infra.statistics import normal_cdf, normal_quantile
+from rheostat.placement.records import Floats, Pace
 
 RANGE = 8.0  # ratio of the largest to the smallest factor in every scenario with changes
 

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Group, Parameter
 
-from flows.cli import (
+from rheostat.flows.cli import (
     engines,
     init,
     lineage,
@@ -28,11 +28,11 @@ from flows.cli import (
     tracking,
     train,
 )
-from flows.cli.prefect_api import set_defaults
-from infra.commit import find_commit
-from infra.errors import BadInput
-from infra.processes.watch import ended_by_signals
-from infra.terminal import command_app, run_command, write
+from rheostat.flows.cli.prefect_api import set_defaults
+from rheostat.infra.commit import find_commit
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.watch import ended_by_signals
+from rheostat.infra.terminal import command_app, run_command, write
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL")], /) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from flows.cli.options import log_progress
-from infra.errors import BadInput, WorkerFailed
-from infra.terminal import Json, parse_port, parse_whole_number, write
+from rheostat.flows.cli.options import log_progress
+from rheostat.infra.errors import BadInput, WorkerFailed
+from rheostat.infra.terminal import Json, parse_port, parse_whole_number, write
 
 if TYPE_CHECKING:
-    from models.config.engines import VllmEngine
-    from models.engines.vllm.server import Server
+    from rheostat.models.config.engines import VllmEngine
+    from rheostat.models.engines.vllm.server import Server
 
 Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE", help="kind of the engine")]
 ModelName = Annotated[
@@ -72,7 +72,7 @@ def install(
     as_json: Json = False,
 ) -> None:
     """Create the Python environment of an inference engine, or find the existing one."""
-    from infra.environments import install as environments
+    from rheostat.infra.environments import install as environments
 
     log_progress(quiet=True)
     environment = environments.install(engine, interpreter=python, into=into, platform=platform)
@@ -85,8 +85,8 @@ def check(engine: Engine, /, *, python: InstalledInterpreter = None, as_json: Js
 
     For a CUDA build, check the version of the NVIDIA driver too.
     """
-    from infra.environments.find import check_environment, check_environment_driver, find_python
-    from infra.environments.gpus import has_driver
+    from rheostat.infra.environments.find import check_environment, check_environment_driver, find_python
+    from rheostat.infra.environments.gpus import has_driver
 
     environment = check_environment(engine, find_python(engine, python))
     check_environment_driver(environment)
@@ -105,8 +105,8 @@ def serve(
     key_variable: KeyVariable = "RHEOSTAT_ENGINE_KEY",
 ) -> None:
     """Serve a model with an inference engine until Ctrl-C, for runs that set rollout.engine.base_urls."""
-    from infra.store.inputs import fetch_path, read_model_path
-    from models.engines.vllm.server import Address, start_server
+    from rheostat.infra.store.inputs import fetch_path, read_model_path
+    from rheostat.models.engines.vllm.server import Address, start_server
 
     log_progress(quiet=True)
 
@@ -136,9 +136,9 @@ def serve(
 def engine_config(overrides: Sequence[str]) -> "VllmEngine":
     from pydantic import ValidationError
 
-    from infra.validation_errors import explain
-    from models.config.engines import VllmEngine
-    from tasks.config.documents import apply_overrides
+    from rheostat.infra.validation_errors import explain
+    from rheostat.models.config.engines import VllmEngine
+    from rheostat.tasks.config.documents import apply_overrides
 
     try:
         return VllmEngine.model_validate(apply_overrides({}, overrides, VllmEngine))

@@ -11,11 +11,11 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-import infra
-from flows.cli.options import format_next_steps
-from infra.demos import DEMOS, demo_names
-from infra.errors import BadInput
-from infra.terminal import write
+import rheostat.infra
+from rheostat.flows.cli.options import format_next_steps
+from rheostat.infra.demos import DEMOS, demo_names
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import write
 
 Folder = Annotated[
     Path | None,
@@ -211,10 +211,10 @@ def _write_proposed_job(folder: Path, inputs: Mapping[str, str | None]) -> None:
 
     Raises BadInput, with nothing written, if the job would not start.
     """
-    from flows.cli.plan import plan_run
-    from tasks.config.documents import place_document
-    from tasks.config.run import override_config
-    from tasks.proposal import propose_job
+    from rheostat.flows.cli.plan import plan_run
+    from rheostat.tasks.config.documents import place_document
+    from rheostat.tasks.config.run import override_config
+    from rheostat.tasks.proposal import propose_job
 
     job, here = folder / "job.toml", folder.absolute()
     _require_new(folder, [job.name])
@@ -321,7 +321,7 @@ def _print_files(folder: Path, files: Mapping[str, str]) -> None:
 
 def _read_deployment_files() -> dict[str, bytes]:
     """Return the contents of the files for deployments on a Prefect server, by path in the new folder."""
-    package = Path(infra.__file__).parent
+    package = Path(rheostat.infra.__file__).parent
     sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
     examples = package / "deploy" / "configs"
     files = {path.name: path.read_bytes().replace(b"infra/", b"") for path in sources}

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Store
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.terminal import Json, write
+from rheostat.flows.cli.options import DEFAULT_STORE, Store
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, write
 
 if TYPE_CHECKING:
-    from tasks.lineage.trace import TracedManifest, TracedRun
-    from tasks.lineage.versions import TracedVersion
+    from rheostat.tasks.lineage.trace import TracedManifest, TracedRun
+    from rheostat.tasks.lineage.versions import TracedVersion
 
 TracedName = Annotated[
     str | None,
@@ -56,7 +56,7 @@ def lineage(
     as_json: Json = False,
 ) -> None:
     """Trace a policy back to its data, code and configuration, through all earlier champions."""
-    from tasks.lineage.versions import trace
+    from rheostat.tasks.lineage.versions import trace
 
     if (what is None) == (prompt is None):
         raise BadInput("lineage needs either a policy, such as assistant@champion, or --prompt ID, but not both.")
@@ -66,7 +66,7 @@ def lineage(
         return
     versions = trace(store, what)
     if openlineage is not None:
-        from tasks.lineage.events import send
+        from rheostat.tasks.lineage.events import send
 
         sent = send(versions, store, openlineage)
         write(f"{sent:,} OpenLineage events sent to {openlineage}")
@@ -182,13 +182,13 @@ def _describe_manifest(manifest: "TracedManifest") -> str:
 
 
 def _describe_deletions(run: "TracedRun") -> Sequence[str]:
-    from flows.cli.output import deletion_lines
+    from rheostat.flows.cli.output import deletion_lines
 
     return deletion_lines(run.deleted)
 
 
 def _write_learners(store: str, prompt: str, *, as_json: bool) -> None:
-    from tasks.lineage.learners import find_trained_policies
+    from rheostat.tasks.lineage.learners import find_trained_policies
 
     policies = find_trained_policies(store, frozenset([prompt]))
     if as_json:

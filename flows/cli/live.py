@@ -13,18 +13,18 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
-from infra.counts import format_count
-from infra.store.storage import is_bucket_address
-from infra.terminal import console, wrap_text
-from infra.untrusted_text import make_visible
+from rheostat.flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
+from rheostat.infra.counts import format_count
+from rheostat.infra.store.storage import is_bucket_address
+from rheostat.infra.terminal import console, wrap_text
+from rheostat.infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from tasks.views.metrics import IterationReport
-    from tasks.views.run_progress import Activity, ProgressReader, RunProgress
+    from rheostat.tasks.views.metrics import IterationReport
+    from rheostat.tasks.views.run_progress import Activity, ProgressReader, RunProgress
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
         with _report_long_work(store, name, iterations) if verbosity != "quiet" and not as_json else nullcontext():
             yield
         return
-    from tasks.views.run_progress import ProgressReader
+    from rheostat.tasks.views.run_progress import ProgressReader
 
     with _open_live(terminal) as live:
         page = _Page(live, ProgressReader(store, name, iterations))
@@ -68,7 +68,7 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
 def _report_long_work(store: str, name: str, iterations: int) -> Iterator[None]:
     """Run the block, and log one line about the current activity of the run whenever nothing else was logged for
     `SILENT_SECONDS`."""
-    from tasks.views.run_progress import ProgressReader
+    from rheostat.tasks.views.run_progress import ProgressReader
 
     reporter = _LongWork(ProgressReader(store, name, iterations))
     attach_handler(reporter.last_line)
@@ -250,7 +250,7 @@ def _describe_best(status: "RunProgress") -> str:
 
 
 def _describe_last(report: "IterationReport") -> tuple[str, str]:
-    from tasks.views.metrics import format_number, format_percent
+    from rheostat.tasks.views.metrics import format_number, format_percent
 
     return (
         f"entropy {format_number(report.entropy, digits=2)}  gradient norm {format_number(report.grad_norm, digits=2)}",
@@ -265,7 +265,7 @@ def _format_duration(seconds: float) -> str:
 def watch_run(store: str, run: str) -> None:
     """Show the progress of a run that another process trains, until the run is finished or no process trains it any
     more. On a terminal this is a live page, otherwise plain lines are printed."""
-    from tasks.views.run_progress import ProgressReader
+    from rheostat.tasks.views.run_progress import ProgressReader
 
     watcher, terminal = ProgressReader(store, run), console()
     if terminal.is_terminal and not terminal.is_dumb_terminal:

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.completion import CompletionContext
 
-from infra.errors import BadInput
-from infra.plugins import PACKAGES
-from infra.terminal import WIDTH, parse_port, parse_whole_number, wrap_text
-from infra.untrusted_text import make_visible
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.terminal import WIDTH, parse_port, parse_whole_number, wrap_text
+from rheostat.infra.untrusted_text import make_visible
 
 DEFAULT_STORE = "./runs"
 
@@ -30,7 +30,7 @@ def format_next_steps(steps: Mapping[str, str]) -> str:
 def _known_runs(context: CompletionContext) -> list[str]:
     """Return the run names for shell completion. They are read from the store that the user has typed in the command
     line so far, or from the default store."""
-    from infra.store.runs import list_runs
+    from rheostat.infra.store.runs import list_runs
 
     return list_runs(context["store"].value or DEFAULT_STORE)
 

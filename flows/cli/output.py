@@ -5,18 +5,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from infra.costs import Cost, total
-from infra.counts import format_count
-from infra.store.tombstones import WHOLE_RUN, Tombstone
-from infra.terminal import WIDTH, fit_text, table
-from infra.untrusted_text import make_visible
-from models.records.media import ShownImage
-from models.rollouts.groups import TurnRecord
-from models.rollouts.preview import RolloutPreview
-from placement.records import PlanInputs
-from tasks.views.metrics import format_number, format_percent, format_scientific
-from tasks.views.placement import DecisionLine
-from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription
+from rheostat.infra.costs import Cost, total
+from rheostat.infra.counts import format_count
+from rheostat.infra.store.tombstones import WHOLE_RUN, Tombstone
+from rheostat.infra.terminal import WIDTH, fit_text, table
+from rheostat.infra.untrusted_text import make_visible
+from rheostat.models.records.media import ShownImage
+from rheostat.models.rollouts.groups import TurnRecord
+from rheostat.models.rollouts.preview import RolloutPreview
+from rheostat.placement.records import PlanInputs
+from rheostat.tasks.views.metrics import format_number, format_percent, format_scientific
+from rheostat.tasks.views.placement import DecisionLine
+from rheostat.tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription
 
 Rows = list[dict[str, str]]
 

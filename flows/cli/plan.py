@@ -6,20 +6,20 @@ from typing import Final
 
 import psutil
 
-from infra.config import PoolsConfig, Settings
-from infra.counts import format_count
-from infra.environments.gpus import num_gpus
-from infra.errors import BadInput
-from infra.processes.sandbox import NOBODY, switches_user
-from infra.store.inputs import format_path
-from infra.store.storage import open_store
-from tasks.config.gpus import find_default_float32, find_memory_conflicts, gpu_layout, library_bytes
-from tasks.config.run import RunConfig
-from tasks.promotion.draft import describe_file_rules
-from tasks.run.dependencies import find_matching_run
-from tasks.run.hub_inputs import describe_hub_inputs
-from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
-from tasks.views.estimate import (
+from rheostat.infra.config import PoolsConfig, Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.environments.gpus import num_gpus
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.sandbox import NOBODY, switches_user
+from rheostat.infra.store.inputs import format_path
+from rheostat.infra.store.storage import open_store
+from rheostat.tasks.config.gpus import find_default_float32, find_memory_conflicts, gpu_layout, library_bytes
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.promotion.draft import describe_file_rules
+from rheostat.tasks.run.dependencies import find_matching_run
+from rheostat.tasks.run.hub_inputs import describe_hub_inputs
+from rheostat.tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
+from rheostat.tasks.views.estimate import (
     DeviceEstimate,
     accelerator,
     estimate,
@@ -27,8 +27,8 @@ from tasks.views.estimate import (
     loading_excess,
     peak_memory_by_part,
 )
-from tasks.views.metrics import sealed_iterations
-from tasks.views.placement import first_placement
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.placement import first_placement
 
 
 class RunPlan(Settings):

@@ -26,7 +26,7 @@ from typing import Annotated, Final, TypeVar
 import psutil
 from cyclopts import Parameter
 
-from flows.cli.passwords import (
+from rheostat.flows.cli.passwords import (
     PROFILE,
     configured_password,
     create_password,
@@ -34,9 +34,9 @@ from flows.cli.passwords import (
     read_password,
     store_password,
 )
-from infra.errors import ApiFailed, BadInput, first_cause
-from infra.plugins import PACKAGES
-from infra.processes.watch import (
+from rheostat.infra.errors import ApiFailed, BadInput, first_cause
+from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.processes.watch import (
     CHECK_SECONDS,
     END_SECONDS,
     QUERY_SECONDS,
@@ -45,7 +45,7 @@ from infra.processes.watch import (
     WatchedServer,
     on_signals,
 )
-from infra.terminal import parse_port, write
+from rheostat.infra.terminal import parse_port, write
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -77,7 +77,7 @@ def server(*, port: Annotated[int, Parameter(converter=parse_port, help="local p
     NAME:PASSWORD. To choose the password yourself, set
     PREFECT_SERVER_API_AUTH_STRING for the server.
     """
-    from flows.cli.server import serve
+    from rheostat.flows.cli.server import serve
 
     own = configured_password()
     password = own or store_password(port)
@@ -143,7 +143,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
     with _open_listener(port) as listener:  # bound here, so that two jobs cannot use the same server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "rheostat.flows.cli.server", str(listener.fileno()), str(os.getpid())],
             pass_fds=[listener.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -7,8 +7,8 @@ from typing import Final
 
 from cyclopts import App
 
-from flows.cli.app import GROUPS, app
-from infra.terminal import command_names
+from rheostat.flows.cli.app import GROUPS, app
+from rheostat.infra.terminal import command_names
 
 README: Final = Path(__file__).parents[2] / "README.md"
 PAGE: Final = README.parent / "docs/commands.md"

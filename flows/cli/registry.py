@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn, log_progress
-from flows.cli.prefect_api import configured_api, run_flow
-from flows.cli.train import AcceptChange, JobArguments, open_job
-from infra.errors import BadInput
-from infra.terminal import Json, parse_whole_number, table, write, write_error
+from rheostat.flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn, log_progress
+from rheostat.flows.cli.prefect_api import configured_api, run_flow
+from rheostat.flows.cli.train import AcceptChange, JobArguments, open_job
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, parse_whole_number, table, write, write_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from infra.store.registry import RegistryRecord
-    from tasks.config.run import RunConfig
-    from tasks.promotion.promote import Retrained
+    from rheostat.infra.store.registry import RegistryRecord
+    from rheostat.tasks.config.run import RunConfig
+    from rheostat.tasks.promotion.promote import Retrained
 
 Times = Annotated[
     int,
@@ -68,7 +68,7 @@ def retrain(
     as_json: Json = False,
 ) -> None:
     """Retrain the champion on new data as a run named after the day, and promote the new policy if it is better."""
-    from tasks.config.documents import place_overrides
+    from rheostat.tasks.config.documents import place_overrides
 
     if times < 1:
         raise BadInput(f"--times is {times}, but it must be at least 1.")
@@ -105,7 +105,7 @@ def retrain(
 def require_finished(config: "RunConfig", *, today: date) -> None:
     """Raise BadInput if an earlier scheduled retrain is not finished. Starting a new retrain would abandon the earlier
     one. `today` is the current date in UTC."""
-    from tasks.promotion.draft import find_unfinished, with_date
+    from rheostat.tasks.promotion.draft import find_unfinished, with_date
 
     if (day := find_unfinished(config, today)) is not None:
         raise BadInput(
@@ -117,15 +117,15 @@ def require_finished(config: "RunConfig", *, today: date) -> None:
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
     """Run one retrain of the configured job in this process, and return the result. `day` is the date in the name of
     the run. Raises BadInput before anything is written or started if an input is invalid."""
-    with open_job(config, "flows.retrain") as config:
-        from flows.retrain import retrain as retrain_flow
+    with open_job(config, "rheostat.flows.retrain") as config:
+        from rheostat.flows.retrain import retrain as retrain_flow
 
         return run_flow(retrain_flow(config, accept_change=accept_change, day=day))
 
 
 def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_json: Json = False) -> None:
     """Show the smallest gain that the promotion gate can detect with its suites, and how many problems it needs."""
-    from tasks.promotion.power import gate_power
+    from rheostat.tasks.promotion.power import gate_power
 
     job = JobArguments(config, overrides, None, store).load()
     if job.promotion is None:
@@ -143,7 +143,7 @@ def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_js
 def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """List the recorded decisions about the versions of a policy, such as promotions and rollbacks, with their
     reasons."""
-    from infra.store.registry import open_existing_registry, registries
+    from rheostat.infra.store.registry import open_existing_registry, registries
 
     names = registries(store) if name is None else [name]
     records_by_name = {each: open_existing_registry(store, each).records() for each in names}
@@ -167,7 +167,7 @@ def promote(
     name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
     """Approve a proposed policy, so that it becomes the champion (for promotion.approve = "manual")."""
-    from tasks.promotion.registry import promote as sign
+    from rheostat.tasks.promotion.registry import promote as sign
 
     _report_record(store, name, *sign(store, name, run, reason=reason), as_json=as_json)
 
@@ -176,7 +176,7 @@ def refuse(
     name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
     """Refuse a proposed policy. The proposal can then no longer be signed, and the champion does not change."""
-    from tasks.promotion.registry import refuse as turn_down
+    from rheostat.tasks.promotion.registry import refuse as turn_down
 
     record, is_new = turn_down(store, name, run, reason=reason)
     _report_record(store, name, record, is_new, f"the proposal of {run} is refused", as_json=as_json)
@@ -186,7 +186,7 @@ def rollback(
     name: RegistryName, /, *, reason: Reason, to: To = None, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
     """Make an earlier champion the champion again, immediately and without an evaluation."""
-    from tasks.promotion.registry import rollback as take_back
+    from rheostat.tasks.promotion.registry import rollback as take_back
 
     _report_record(store, name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
 
@@ -196,9 +196,9 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
 
     If MLFLOW_REGISTRY_URI is set, promotions and rollbacks do this automatically.
     """
-    from infra.store.registry import open_existing_registry
-    from tasks.promotion.mirror import ADDRESS_VARIABLE, mirror_address
-    from tasks.promotion.mirror import sync_to_mlflow as write_mirror
+    from rheostat.infra.store.registry import open_existing_registry
+    from rheostat.tasks.promotion.mirror import ADDRESS_VARIABLE, mirror_address
+    from rheostat.tasks.promotion.mirror import sync_to_mlflow as write_mirror
 
     registry = open_existing_registry(store, name)
     if (address := to or mirror_address()) is None:
@@ -238,7 +238,7 @@ def _report_to_prefect(name: str, record: "RegistryRecord") -> None:
     with configured_api() as url:
         if url is None:
             return
-        from tasks.events import send_record
+        from rheostat.tasks.events import send_record
 
         if (problem := send_record(name, record)) is not None:
             write_error(f"warning: record {record.number} was not reported to the Prefect API at {url}: {problem}")
@@ -247,8 +247,8 @@ def _report_to_prefect(name: str, record: "RegistryRecord") -> None:
 def _sync_mirror(store: str, name: str) -> None:
     """Update the copy of a registry in MLflow if the address of MLflow's registry is set. A failure is printed as a
     warning."""
-    from infra.store.registry import open_registry
-    from tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
+    from rheostat.infra.store.registry import open_registry
+    from rheostat.tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
 
     address = mirror_address()
     if address is not None and (problem := try_sync_to_mlflow(open_registry(store, name), address)) is not None:
@@ -256,7 +256,7 @@ def _sync_mirror(store: str, name: str) -> None:
 
 
 def _build_rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:
-    from infra.store.registry import champion_of
+    from rheostat.infra.store.registry import champion_of
 
     champion = champion_of(records)
     return [

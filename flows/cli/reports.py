@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
-from infra.errors import BadInput
-from infra.terminal import Json, table, write
+from rheostat.flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, table, write
 
 CELL = 32
 """Maximum number of characters of a setting in a table. Longer values are cut off."""
@@ -27,8 +27,8 @@ def report(
     run: RunName, /, *, to: Page = None, opened: Opened = False, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
     """Create an HTML page of a run: curves, completions token by token, workers, cost and lineage."""
-    from tasks.views.report.run import report_page
-    from tasks.views.runs import open_known_run
+    from rheostat.tasks.views.report.run import report_page
+    from rheostat.tasks.views.runs import open_known_run
 
     path = to or Path(f"{open_known_run(store, run).name}-report.html")
     _check_path(path)
@@ -47,7 +47,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs: different settings, held-out accuracy with a paired test, and learning curves."""
-    from tasks.views.report.comparison import compare_runs, comparison_page, run_cells
+    from rheostat.tasks.views.report.comparison import compare_runs, comparison_page, run_cells
 
     if opened and to is None:
         raise BadInput("compare --open needs --to FILE, because the page to be opened is written to this file.")

@@ -14,29 +14,29 @@ from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from flows.cli.prefect_api import prefect_api, run_flow
-from infra.config import PoolsConfig, read_recorded
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.plugins import register_target_folder
-from infra.store.dependencies import check_dependencies, recorded_config
-from infra.store.inputs import place_texts
-from infra.store.runs import Run, open_run
-from infra.user_files import read_text_file
-from infra.validation_errors import explain, nearest
-from models.algorithms.advantages import required_models
-from models.config.endpoints import MAX_PAUSE_SECONDS
-from models.config.job import Job, find_conflicts
-from models.config.objectives import UpdateConfig
-from models.config.rewards import ScoringConfig
-from tasks.config.run import RunConfig, override_config
-from tasks.run.batch import check_rollouts_kept, iterations_with_rollouts
-from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
-from tasks.run.hub_inputs import with_hub_commits
-from tasks.run.iteration import carry_over_before
-from tasks.run.keys import StageKey
-from tasks.run.preflight import mark_as_checked, preflight
-from tasks.run.rescorings import (
+from rheostat.flows.cli.prefect_api import prefect_api, run_flow
+from rheostat.infra.config import PoolsConfig, read_recorded
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import register_target_folder
+from rheostat.infra.store.dependencies import check_dependencies, recorded_config
+from rheostat.infra.store.inputs import place_texts
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.infra.user_files import read_text_file
+from rheostat.infra.validation_errors import explain, nearest
+from rheostat.models.algorithms.advantages import required_models
+from rheostat.models.config.endpoints import MAX_PAUSE_SECONDS
+from rheostat.models.config.job import Job, find_conflicts
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.tasks.config.run import RunConfig, override_config
+from rheostat.tasks.run.batch import check_rollouts_kept, iterations_with_rollouts
+from rheostat.tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
+from rheostat.tasks.run.hub_inputs import with_hub_commits
+from rheostat.tasks.run.iteration import carry_over_before
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.preflight import mark_as_checked, preflight
+from rheostat.tasks.run.rescorings import (
     DerivedResult,
     Recredit,
     RecreditTerms,
@@ -48,8 +48,8 @@ from tasks.run.rescorings import (
     sealed_numbers,
     with_rescoring_commits,
 )
-from tasks.views.metrics import sealed_iterations
-from tasks.views.runs import known_rescoring, open_known_run
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.runs import known_rescoring, open_known_run
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -317,7 +317,7 @@ def rescore_here(request: Rescoring) -> None:
     if _has_remaining(request, derived):
         asyncio.run(preflight(with_rescoring_commits(request.config, derived), part="scoring"))
         with mark_as_checked(), _open_prefect(request, derived):
-            from flows.rescoring import rescore
+            from rheostat.flows.rescoring import rescore
 
             run_flow(rescore(request))
 
@@ -328,7 +328,7 @@ def recredit_here(request: Recredit) -> None:
     derived = DerivedResult("recredit", request.name)
     if _has_remaining(request, derived):
         with _open_prefect(request, derived):
-            from flows.rescoring import recredit
+            from rheostat.flows.rescoring import recredit
 
             run_flow(recredit(request))
 

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, RunName, Scores, Store, log_progress
-from infra.terminal import Json, table, write
+from rheostat.flows.cli.options import DEFAULT_STORE, RunName, Scores, Store, log_progress
+from rheostat.infra.terminal import Json, table, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flows.cli.output import Rows
-    from infra.config import Settings
-    from tasks.run.rescorings import DerivedResult
+    from rheostat.flows.cli.output import Rows
+    from rheostat.infra.config import Settings
+    from rheostat.tasks.run.rescorings import DerivedResult
 
 Rewards = Annotated[
     str, Parameter(metavar="TOML", help="new rewards: TOML file with a [scoring] table, or its keys as inline TOML")
@@ -55,10 +55,10 @@ def rescore(
     as_json: Json = False,
 ) -> None:
     """Score a run's stored rollouts again with other rewards, without generating anything."""
-    from flows.cli.output import rescored_rows
-    from flows.cli.requests import request_rescoring, rescore_here
-    from tasks.run.rescorings import DerivedResult
-    from tasks.views.runs import rescored_iterations
+    from rheostat.flows.cli.output import rescored_rows
+    from rheostat.flows.cli.requests import request_rescoring, rescore_here
+    from rheostat.tasks.run.rescorings import DerivedResult
+    from rheostat.tasks.views.runs import rescored_iterations
 
     log_progress(quiet=as_json)
     request = request_rescoring(store, run, rewards=rewards, name=name, iterations=iterations, overrides=overrides)
@@ -79,10 +79,10 @@ def recredit(
     as_json: Json = False,
 ) -> None:
     """Compute new advantages for a run's stored rollouts, with another algorithm or from other scores."""
-    from flows.cli.output import recredited_rows
-    from flows.cli.requests import recredit_here, request_recredit
-    from tasks.run.rescorings import DerivedResult
-    from tasks.views.runs import recredited_iterations
+    from rheostat.flows.cli.output import recredited_rows
+    from rheostat.flows.cli.requests import recredit_here, request_recredit
+    from rheostat.tasks.run.rescorings import DerivedResult
+    from rheostat.tasks.views.runs import recredited_iterations
 
     log_progress(quiet=as_json)
     request = request_recredit(

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, RunName, Store
-from infra.counts import format_count
-from infra.errors import BadInput, Damaged, RunLocked
-from infra.terminal import Json, parse_whole_number, table, write
-from infra.user_files import read_text_file
+from rheostat.flows.cli.options import DEFAULT_STORE, RunName, Store
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, Damaged, RunLocked
+from rheostat.infra.terminal import Json, parse_whole_number, table, write
+from rheostat.infra.user_files import read_text_file
 
 if TYPE_CHECKING:
-    from infra.store.contracts import Entry
-    from infra.store.garbage import Rules
-    from tasks.forgetting import Forgotten
+    from rheostat.infra.store.contracts import Entry
+    from rheostat.infra.store.garbage import Rules
+    from rheostat.tasks.forgetting import Forgotten
 
 OlderThan = Annotated[
     str | None,
@@ -74,12 +74,12 @@ def gc(
     as_json: Json = False,
 ) -> int:
     """Delete files that no run needs, and whole runs by age, number and tag. Without --delete, only list them."""
-    from infra.store.garbage import folders_without_record, select_runs
-    from infra.store.registry import REGISTRIES
-    from infra.store.runs import list_runs
-    from models.config.retriever import RETRIEVERS
-    from models.config.soup import SOUPS
-    from tasks.views.runs import open_known_run
+    from rheostat.infra.store.garbage import folders_without_record, select_runs
+    from rheostat.infra.store.registry import REGISTRIES
+    from rheostat.infra.store.runs import list_runs
+    from rheostat.models.config.retriever import RETRIEVERS
+    from rheostat.models.config.soup import SOUPS
+    from rheostat.tasks.views.runs import open_known_run
 
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     rules = _parse_rules(store, older_than, keep, tag)
@@ -123,8 +123,8 @@ def _describe_without_record(entries: "Sequence[Entry]") -> str:
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
     """Find the unneeded objects of a run, and delete them if `delete` is true. `ended` is the time of the run's last
     commit if the rules select the whole run for deletion, otherwise None."""
-    from infra.store.garbage import collect_garbage, delete_run, find_garbage, last_commit
-    from infra.store.runs import open_run
+    from rheostat.infra.store.garbage import collect_garbage, delete_run, find_garbage, last_commit
+    from rheostat.infra.store.runs import open_run
 
     try:
         run = open_run(store, name)
@@ -146,8 +146,8 @@ def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, d
 
 
 def _parse_rules(store: str, older_than: str | None, keep: int | None, tags: tuple[str, ...]) -> "Rules":
-    from infra.store.garbage import Rules, readable_runs, tags_of
-    from infra.validation_errors import nearest
+    from rheostat.infra.store.garbage import Rules, readable_runs, tags_of
+    from rheostat.infra.validation_errors import nearest
 
     if keep is not None and keep < 0:
         raise BadInput(f"--keep is {keep}, but it must be at least 0.")
@@ -187,10 +187,10 @@ def forget(
     as_json: Json = False,
 ) -> None:
     """List, or with --delete remove, every copy of the given prompts and their completions in all runs."""
-    from infra.store.runs import list_runs, open_run
-    from tasks.forgetting import remove_prompts as forget_prompts
-    from tasks.lineage.learners import find_trained_policies
-    from tasks.views.runs import open_known_run
+    from rheostat.infra.store.runs import list_runs, open_run
+    from rheostat.tasks.forgetting import remove_prompts as forget_prompts
+    from rheostat.tasks.lineage.learners import find_trained_policies
+    from rheostat.tasks.views.runs import open_known_run
 
     ids = _read_ids(prompt_ids)
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
@@ -255,10 +255,10 @@ def _read_ids(path: Path) -> frozenset[str]:
 
 def _forget_samples(runs: Sequence[str]) -> None:
     """Delete the published tables and pages in Prefect that contain completions of these runs."""
-    from flows.cli.prefect_api import prefect_api
+    from rheostat.flows.cli.prefect_api import prefect_api
 
     with prefect_api():
-        from tasks.reporting import delete_published_completions
+        from rheostat.tasks.reporting import delete_published_completions
 
         for run in runs:
             asyncio.run(delete_published_completions(run))

@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from infra.errors import BadInput
-from infra.terminal import WIDTH, Json, write
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import WIDTH, Json, write
 
 Kind = Annotated[str | None, Parameter(name="KIND", show_default="all kinds", help="kind of reward to describe")]
 
@@ -17,8 +17,8 @@ _INDENT: Final = "    "
 
 def rewards(kind: Kind = None, /, *, as_json: Json = False) -> None:
     """List the kinds of rewards, each with a description and an example."""
-    from infra.validation_errors import nearest
-    from models.config.rewards import REWARD_CLASSES
+    from rheostat.infra.validation_errors import nearest
+    from rheostat.models.config.rewards import REWARD_CLASSES
 
     classes = {each.model_fields["kind"].default: each for each in REWARD_CLASSES}
     if kind is not None and kind not in classes:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.terminal import Json, fit_text, parse_whole_number, table, wrap_text, write
+from rheostat.flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, fit_text, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
-    from infra.store.numbered import NumberedRecords
+    from rheostat.infra.store.numbered import NumberedRecords
 
 Sort = Annotated[
     Literal["position", "reward", "length"],
@@ -103,8 +103,8 @@ TEXT_ONLY = ImageOptions()
 
 def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """List the runs of a store."""
-    from infra.store.storage import open_store
-    from tasks.views.run_list import list_run_lines
+    from rheostat.infra.store.storage import open_store
+    from rheostat.tasks.views.run_list import list_run_lines
 
     if limit is not None and limit < 1:
         raise BadInput(f"--limit is {limit}, but it must be at least 1.")
@@ -119,10 +119,10 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Show a run's iterations, metrics, digests and seconds per stage."""
-    from flows.cli.output import cost_lines, episode_lines, iteration_rows, term_lines, work_lines
-    from tasks.run.rescorings import describe_derived_results
-    from tasks.views.diagnosis import summarize_warnings
-    from tasks.views.runs import describe_run
+    from rheostat.flows.cli.output import cost_lines, episode_lines, iteration_rows, term_lines, work_lines
+    from rheostat.tasks.run.rescorings import describe_derived_results
+    from rheostat.tasks.views.diagnosis import summarize_warnings
+    from rheostat.tasks.views.runs import describe_run
 
     description = describe_run(store, run)
     if as_json:
@@ -153,8 +153,8 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
 
 def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Plot the learning curves of one or more runs in one SVG or PNG file."""
-    from tasks.views.plots import curves_of, learning_curves
-    from tasks.views.runs import open_known_run
+    from rheostat.tasks.views.plots import curves_of, learning_curves
+    from rheostat.tasks.views.runs import open_known_run
 
     if not run:
         raise BadInput("plot needs at least one RUN, such as `rheostat plot demo`.")
@@ -174,8 +174,8 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
 
 def watch(run: RunName, /, *, store: Store = DEFAULT_STORE) -> None:
     """Follow a run that another process trains, on this machine or elsewhere, until it ends."""
-    from flows.cli.live import watch_run
-    from tasks.views.runs import open_known_run
+    from rheostat.flows.cli.live import watch_run
+    from rheostat.tasks.views.runs import open_known_run
 
     open_known_run(store, run)
     watch_run(store, run)
@@ -193,9 +193,9 @@ def rollouts(
     as_json: Json = False,
 ) -> None:
     """Show a run's prompts and completions with their rewards."""
-    from flows.cli.output import rollout_text
-    from tasks.views.pages import open_rollouts, write_sheet
-    from tasks.views.runs import open_known_run, read_rollouts
+    from rheostat.flows.cli.output import rollout_text
+    from rheostat.tasks.views.pages import open_rollouts, write_sheet
+    from rheostat.tasks.views.runs import open_known_run, read_rollouts
 
     if limit < 1:
         raise BadInput(f"--limit is {limit}, but it must be at least 1.")
@@ -218,7 +218,7 @@ def media(
     run: RunName, digest: ImageDigest, /, *, to: NewFile, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
     """Write an image of a run's prompts, or a picture that its policy generated, to a file."""
-    from tasks.views.runs import open_known_run, write_image
+    from rheostat.tasks.views.runs import open_known_run, write_image
 
     image = write_image(open_known_run(store, run), digest, to)
     text = f"{to}: {image.format} {image.width} x {image.height}, {image.bytes:,} bytes, {image.digest}"
@@ -227,7 +227,7 @@ def media(
 
 def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Export a run's sealed iterations to Parquet, and print the paths."""
-    from tasks.views.export import export_run
+    from rheostat.tasks.views.export import export_run
 
     paths = export_run(store, run, scores=scores)
     write(json.dumps(paths, indent=2) if as_json else "\n".join(paths))
@@ -235,8 +235,8 @@ def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STO
 
 def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Query runs in SQL (DuckDB): tables `rollouts`, `scores`, `samples`, `iterations` and `policies`."""
-    from flows.cli.output import answer_rows
-    from tasks.views.query import query_runs
+    from rheostat.flows.cli.output import answer_rows
+    from rheostat.tasks.views.query import query_runs
 
     if not sql.strip():
         raise BadInput("query needs a SQL statement, such as 'select count(*) from rollouts'.")
@@ -266,9 +266,9 @@ def export_policy(
     as_json: Json = False,
 ) -> None:
     """Export a run's policy as one model directory, with adapters merged into their base."""
-    from tasks.views.policy_export import export_policy as write_policy
-    from tasks.views.policy_export import hub_token, push_policy
-    from tasks.views.runs import open_known_run
+    from rheostat.tasks.views.policy_export import export_policy as write_policy
+    from rheostat.tasks.views.policy_export import hub_token, push_policy
+    from rheostat.tasks.views.runs import open_known_run
 
     opened = open_known_run(store, run)
     token = hub_token(push) if push else ""
@@ -290,14 +290,14 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Verify every digest and invariant of a run, or every record of a registry or soup, by its name."""
-    from flows.cli.output import deletion_lines
-    from infra.store.registry import open_registry, registries
-    from infra.store.runs import list_runs
-    from infra.store.verify import verify_registry
-    from tasks.soup.record import list_soups, soup_records, verify_soup
-    from tasks.verification.episodes import check_environment
-    from tasks.verification.invariants import deletions, ignored_files, missing_states, verify_run
-    from tasks.views.runs import open_known_run
+    from rheostat.flows.cli.output import deletion_lines
+    from rheostat.infra.store.registry import open_registry, registries
+    from rheostat.infra.store.runs import list_runs
+    from rheostat.infra.store.verify import verify_registry
+    from rheostat.tasks.soup.record import list_soups, soup_records, verify_soup
+    from rheostat.tasks.verification.episodes import check_environment
+    from rheostat.tasks.verification.invariants import deletions, ignored_files, missing_states, verify_run
+    from rheostat.tasks.views.runs import open_known_run
 
     if episodes is not None and not environment:
         raise BadInput(f"--episodes {episodes} needs --environment. Add --environment, or remove --episodes.")
@@ -352,9 +352,9 @@ def _report_records(
 
 def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) -> int:
     """Copy a run to another store and verify the copy, or continue an interrupted copy."""
-    from infra.store.copies import copy_run
-    from tasks.verification.invariants import verify_run
-    from tasks.views.runs import open_known_run
+    from rheostat.infra.store.copies import copy_run
+    from rheostat.tasks.verification.invariants import verify_run
+    from rheostat.tasks.views.runs import open_known_run
 
     log_progress(quiet=as_json)
     open_known_run(source, run)
@@ -373,8 +373,8 @@ def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) ->
 
 def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Show which roles got a run's worker slots and why, and check each decision by computing it again."""
-    from flows.cli.output import decision_text
-    from tasks.views.placement import measured_run, replay_run
+    from rheostat.flows.cli.output import decision_text
+    from rheostat.tasks.views.placement import measured_run, replay_run
 
     if stages:
         write(measured_run(store, run).model_dump_json(indent=2))

@@ -1,7 +1,7 @@
 """Prefect server with a password, protection against other web pages, and a fix for SQLite.
 
-`python -m flows.cli.server SOCKET PARENT` serves one job and ends with the process PARENT. It reads the password from
-its environment.
+`python -m rheostat.flows.cli.server SOCKET PARENT` serves one job and ends with the process PARENT. It reads the
+password from its environment.
 
 Prefect checks the password, also for websockets. Pages of other sites that are open in the user's browser are rejected
 before that: by their `Origin` header, or by their `Host` header if their host name was made to resolve to this machine
@@ -35,7 +35,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.runner import die_with_parent
+from rheostat.infra.runner import die_with_parent
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 

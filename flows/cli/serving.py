@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from flows.cli.engines import EngineOverrides, KeyVariable, engine_config
-from flows.cli.options import DEFAULT_STORE, Store, log_progress
-from infra.errors import BadInput
-from infra.terminal import parse_port, write
+from rheostat.flows.cli.engines import EngineOverrides, KeyVariable, engine_config
+from rheostat.flows.cli.options import DEFAULT_STORE, Store, log_progress
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import parse_port, write
 
 if TYPE_CHECKING:
-    from infra.store.registry import RegistryRecord
+    from rheostat.infra.store.registry import RegistryRecord
 
 Registered = Annotated[str, Parameter(name="NAME", help="name of the registry")]
 Host = Annotated[str, Parameter(help="network interface to listen on; 0.0.0.0 for all")]
@@ -42,10 +42,10 @@ def serve(
     key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
 ) -> None:
     """Serve the champion with vLLM until Ctrl-C, and switch to the new champion after a promotion or rollback."""
-    from infra.store.registry import open_existing_registry
-    from models.engines.vllm.fixed_server import FixedAddressServer
-    from models.engines.vllm.server import Address
-    from tasks.promotion.serving import watch_policy
+    from rheostat.infra.store.registry import open_existing_registry
+    from rheostat.models.engines.vllm.fixed_server import FixedAddressServer
+    from rheostat.models.engines.vllm.server import Address
+    from rheostat.tasks.promotion.serving import watch_policy
 
     log_progress(quiet=True)
     registry, configured_key = open_existing_registry(store, name), os.environ.get(key_variable)
@@ -74,8 +74,8 @@ def checkout(
     every: Every = 5.0,
 ) -> None:
     """Create or update a symlink to the champion's model directory, for programs that serve the model themselves."""
-    from infra.store.registry import open_existing_registry
-    from tasks.promotion import serving
+    from rheostat.infra.store.registry import open_existing_registry
+    from rheostat.tasks.promotion import serving
 
     log_progress(quiet=True)
     registry = open_existing_registry(store, name)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, Store, StoredIn, log_progress
-from flows.cli.prefect_api import run_flow
-from flows.cli.runs import PICTURES, NewDirectory, NewFile
-from flows.cli.train import AcceptChange, JobArguments, open_job
-from infra.errors import BadInput
-from infra.terminal import Json, table, write
+from rheostat.flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, Store, StoredIn, log_progress
+from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.flows.cli.runs import PICTURES, NewDirectory, NewFile
+from rheostat.flows.cli.train import AcceptChange, JobArguments, open_job
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, table, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tasks.soup.record import SoupRecord
+    from rheostat.tasks.soup.record import SoupRecord
 
 Terms = Annotated[
     str,
@@ -73,7 +73,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Write the weighted sum of policies as one model directory (weights may be negative)."""
-    from tasks.soup import merging
+    from rheostat.tasks.soup import merging
 
     if to is None and write_mergekit is None:
         raise BadInput(
@@ -99,13 +99,13 @@ def soup(
 ) -> None:
     """Train policies on different mixes of rewards, merge their weights for each preference, and evaluate the
     merges."""
-    from tasks.soup.parts import soup_settings
+    from rheostat.tasks.soup.parts import soup_settings
 
     job = JobArguments(config, overrides, run, store).load()
     soup_settings(job)
     log_progress(quiet=as_json)
-    with open_job(job, "flows.soup") as job:
-        from flows.soup import soup as soup_flow
+    with open_job(job, "rheostat.flows.soup") as job:
+        from rheostat.flows.soup import soup as soup_flow
 
         record = run_flow(soup_flow(job, accept_change=accept_change))
     _show([record], as_json=as_json)
@@ -113,8 +113,8 @@ def soup(
 
 def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Show the rewards that a soup's policies reach at each preference, as a table and optionally as a plot."""
-    from tasks.soup.record import latest_records
-    from tasks.soup.views import draw_fronts
+    from rheostat.tasks.soup.record import latest_records
+    from rheostat.tasks.soup.views import draw_fronts
 
     if not names:
         raise BadInput("soup-front needs the name of at least one soup, such as `rheostat soup-front soup`.")
@@ -145,7 +145,7 @@ def soup_policy(
     as_json: Json = False,
 ) -> None:
     """Write the merged policy for one preference between the rewards of a soup, as one model directory."""
-    from tasks.soup.record import soup_policy as write_policy
+    from rheostat.tasks.soup.record import soup_policy as write_policy
 
     try:
         shares = [float(share) for share in preference.split(",")]
@@ -156,7 +156,7 @@ def soup_policy(
 
 
 def _show(records: "Sequence[SoupRecord]", *, as_json: bool) -> None:
-    from tasks.soup.views import front_rows, metric_row
+    from rheostat.tasks.soup.views import front_rows, metric_row
 
     if as_json:
         write(json.dumps([record.model_dump(mode="json") for record in records], indent=2))

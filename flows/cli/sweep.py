@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TextIO
 
 from cyclopts import Parameter
 
-from flows.cli.options import Config, Named, StoredIn
-from flows.cli.prefect_api import prefect_api
-from flows.cli.train import AcceptChange, JobArguments
-from infra.counts import format_count
-from infra.errors import BadInput, RheostatError, RunsFailed
-from infra.processes.guard import guarded_directory
-from infra.terminal import Json, parse_whole_number, table, wrap_text, write
-from infra.untrusted_text import make_visible
+from rheostat.flows.cli.options import Config, Named, StoredIn
+from rheostat.flows.cli.prefect_api import prefect_api
+from rheostat.flows.cli.train import AcceptChange, JobArguments
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, RheostatError, RunsFailed
+from rheostat.infra.processes.guard import guarded_directory
+from rheostat.infra.terminal import Json, parse_whole_number, table, wrap_text, write
+from rheostat.infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
-    from tasks.config.run import RunConfig
+    from rheostat.tasks.config.run import RunConfig
 
 LOOK_SECONDS: Final = 0.2
 END_SECONDS: Final = 8.0
@@ -84,8 +84,8 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Train a configuration at every point of a grid or a list, several runs at a time, or continue a sweep."""
-    from tasks.config.sweep import read_points, sweep_points, varied_keys
-    from tasks.views.sweep import swept_run
+    from rheostat.tasks.config.sweep import read_points, sweep_points, varied_keys
+    from rheostat.tasks.views.sweep import swept_run
 
     if course.limit < 1:
         raise BadInput(f"--limit is {course.limit}, but it must be at least 1.")
@@ -149,7 +149,7 @@ def _train_runs(
 ) -> dict[str, str]:
     """Train the runs of a sweep that are not finished, up to `course.limit` at the same time. `loaded` are the
     configurations of `jobs`. Return the failure reason of each failed run, by run name."""
-    from tasks.run.preflight import is_run_complete
+    from rheostat.tasks.run.preflight import is_run_complete
 
     errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
     for job, config in zip(jobs, loaded, strict=True):
@@ -207,7 +207,7 @@ def _start_run(
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli.sweep_run", str(os.getpid()), *words],
+            [sys.executable, "-P", "-m", "rheostat.flows.cli.sweep_run", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=output,

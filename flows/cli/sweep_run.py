@@ -1,11 +1,11 @@
-"""Process of one run of a sweep: `python -m flows.cli.sweep_run PID train …`.
+"""Process of one run of a sweep: `python -m rheostat.flows.cli.sweep_run PID train …`.
 
 The process ends when the process PID, which is the sweep, ends for any reason.
 """
 
 import sys
 
-from infra.runner import die_with_parent
+from rheostat.infra.runner import die_with_parent
 
 
 def main() -> int:
@@ -13,7 +13,7 @@ def main() -> int:
     train`. Return the exit code."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
-    from flows.cli.app import main as rheostat  # takes a second, in which the sweep may end
+    from rheostat.flows.cli.app import main as rheostat  # takes a second, in which the sweep may end
 
     return rheostat(words)
 

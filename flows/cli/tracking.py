@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.terminal import Json, parse_port_or_free, write
+from rheostat.flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, parse_port_or_free, write
 
 if TYPE_CHECKING:
-    from infra.trackers.config import Tracker
-    from infra.trackers.processes import MirrorReport
+    from rheostat.infra.trackers.config import Tracker
+    from rheostat.infra.trackers.processes import MirrorReport
 
 Tracking = Annotated[
     str | None,
@@ -28,9 +28,9 @@ Port = Annotated[int, Parameter(converter=parse_port_or_free, help="port to list
 
 def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Rewrite a run's metrics.jsonl, and send its trackers all metrics that they have not received yet."""
-    from tasks.tracking.metrics_file import rewrite_metrics
-    from tasks.tracking.mirror import tracker_processes_of
-    from tasks.views.runs import open_known_run
+    from rheostat.tasks.tracking.metrics_file import rewrite_metrics
+    from rheostat.tasks.tracking.mirror import tracker_processes_of
+    from rheostat.tasks.views.runs import open_known_run
 
     opened = open_known_run(store, run)
     trackers = () if tracking is None else _parse_trackers(tracking)
@@ -45,8 +45,8 @@ def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_
 
 
 def _parse_trackers(text: str) -> "tuple[Tracker, ...]":
-    from flows.cli.requests import parse_part
-    from infra.trackers.config import TrackingPart, check_tracker
+    from rheostat.flows.cli.requests import parse_part
+    from rheostat.infra.trackers.config import TrackingPart, check_tracker
 
     trackers = parse_part(text, TrackingPart, part="tracking", what="--tracking").tracking
     for tracker in trackers:
@@ -63,8 +63,8 @@ def _describe_report(report: "MirrorReport") -> str:
 
 def metrics(*runs: RunNames, port: Port = 9464, host: Host = "127.0.0.1", store: Store = DEFAULT_STORE) -> None:
     """Serve the newest metrics of runs to Prometheus until Ctrl-C."""
-    from tasks.tracking.exporter import serve
-    from tasks.views.runs import open_known_run
+    from rheostat.tasks.tracking.exporter import serve
+    from rheostat.tasks.views.runs import open_known_run
 
     names = [open_known_run(store, name).name for name in runs]
     if not 0 <= port < 1 << 16:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from flows.cli.options import (
+from rheostat.flows.cli.options import (
     DEFAULT_DISPLAY,
     DEFAULT_STORE,
     Config,
@@ -25,19 +25,19 @@ from flows.cli.options import (
     format_next_steps,
     log_progress,
 )
-from flows.cli.prefect_api import prefect_api, run_flow
-from flows.cli.runs import describe_base_model, export_command
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.plugins import register_target_folder
-from infra.processes.guard import guarded_directory
-from infra.terminal import Json, parse_whole_number, table, wrap_text, write
+from rheostat.flows.cli.prefect_api import prefect_api, run_flow
+from rheostat.flows.cli.runs import describe_base_model, export_command
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import register_target_folder
+from rheostat.infra.processes.guard import guarded_directory
+from rheostat.infra.terminal import Json, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
-    from tasks.config.run import RunConfig
-    from tasks.training_report import TrainedPolicy, TrainedRewards
-    from tasks.views.metrics import Accuracy
-    from tasks.views.summary import RunSummary
+    from rheostat.tasks.config.run import RunConfig
+    from rheostat.tasks.training_report import TrainedPolicy, TrainedRewards
+    from rheostat.tasks.views.metrics import Accuracy
+    from rheostat.tasks.views.summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class JobArguments:
     def load(self) -> "RunConfig":
         """Read and validate the configuration, with the overrides applied. The configuration's folder is added to the
         folders that are searched for user code. Raises BadInput if the configuration is invalid."""
-        from tasks.config.run import load_config
+        from rheostat.tasks.config.run import load_config
 
         name = [f"name={json.dumps(self.run)}"] if self.run is not None else []
         store_override = [f"store={json.dumps(self.store)}"] if self.store is not None else []
@@ -123,7 +123,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Run the configured job, or continue it from its last stored result."""
-    from flows.cli.plan import plan_run
+    from rheostat.flows.cli.plan import plan_run
 
     job = JobArguments(config, overrides, run, store)
     loaded = job.load()
@@ -196,10 +196,10 @@ def plan(
     config: Config, /, *overrides: Overrides, device: OnDevice = None, tokens: MeanTokens = None, as_json: Json = False
 ) -> None:
     """Show the workers and memory with which a run would start, or estimate an iteration on other GPUs."""
-    from flows.cli.output import assumption_rows
-    from flows.cli.plan import plan_memory
-    from tasks.config.run import load_config
-    from tasks.views.placement import first_placement
+    from rheostat.flows.cli.output import assumption_rows
+    from rheostat.flows.cli.plan import plan_memory
+    from rheostat.tasks.config.run import load_config
+    from rheostat.tasks.views.placement import first_placement
 
     register_target_folder(config.parent)
     loaded = load_config(config, overrides)
@@ -223,8 +223,8 @@ def plan(
 
 
 def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
-    from flows.cli.plan import plan_device
-    from tasks.views.estimate import NOT_COUNTED
+    from rheostat.flows.cli.plan import plan_device
+    from rheostat.tasks.views.estimate import NOT_COUNTED
 
     estimate = plan_device(config, device, completion_tokens=tokens)
     if as_json:
@@ -244,8 +244,8 @@ def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_
 def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | None = None) -> "RunSummary":
     """Train the configured job in this process, or continue it. `port` is the local port of Prefect's UI. Raises
     BadInput before anything is written or started if an input is invalid."""
-    with open_job(config, "flows.train", accept_change=accept_change, port=port) as config:
-        from flows.train import train as train_flow
+    with open_job(config, "rheostat.flows.train", accept_change=accept_change, port=port) as config:
+        from rheostat.flows.train import train as train_flow
 
         return run_flow(train_flow(config, accept_change=accept_change))
 
@@ -255,21 +255,21 @@ def run_part(
 ) -> "TrainedPolicy | TrainedRewards":
     """Run or continue the job in this process, up to the end of one stage. `command` names the stage: "sft", "dpo" or
     "reward-model". Raises BadInput before anything is written or started if an input is invalid."""
-    from tasks.config.run import require_part
+    from rheostat.tasks.config.run import require_part
 
     require_part(command, config)
     with open_job(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port) as config:
         match command:
             case "sft":
-                from flows.sft import sft as sft_flow
+                from rheostat.flows.sft import sft as sft_flow
 
                 return run_flow(sft_flow(config, accept_change=accept_change))
             case "dpo":
-                from flows.dpo import dpo as dpo_flow
+                from rheostat.flows.dpo import dpo as dpo_flow
 
                 return run_flow(dpo_flow(config, accept_change=accept_change))
             case "reward-model":
-                from flows.reward_modelling import reward_model as reward_model_flow
+                from rheostat.flows.reward_modelling import reward_model as reward_model_flow
 
                 return run_flow(reward_model_flow(config, accept_change=accept_change))
     raise AssertionError(f"there is no part of a job with the name {command!r}")
@@ -278,8 +278,8 @@ def run_part(
 def evaluate_here(policy: str, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Evaluate a policy on held-out problems, in a temporary store that is deleted afterwards. `policy` is a directory,
     an address or the name of a model on the Hugging Face Hub."""
-    from tasks.run.hub_inputs import with_hub_commits
-    from tasks.run.preflight import mark_as_checked, preflight, with_data_sized_defaults
+    from rheostat.tasks.run.hub_inputs import with_hub_commits
+    from rheostat.tasks.run.preflight import mark_as_checked, preflight, with_data_sized_defaults
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _build_evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
@@ -288,8 +288,8 @@ def evaluate_here(policy: str, *, config_path: Path | None, overrides: Sequence[
         config, _ = with_data_sized_defaults(config, result.facts)
         for line in result.notes:
             logger.info("%s", line)
-        with mark_as_checked(), prefect_api("flows.evaluation"):
-            from flows.evaluation import evaluate as evaluate_flow
+        with mark_as_checked(), prefect_api("rheostat.flows.evaluation"):
+            from rheostat.flows.evaluation import evaluate as evaluate_flow
 
             return run_flow(evaluate_flow(config))
 
@@ -304,8 +304,13 @@ def open_job(
     Yields the configuration with the defaults that its inputs determine. Raises BadInput before anything is written or
     started.
     """
-    from tasks.run.dependencies import find_matching_run
-    from tasks.run.preflight import mark_as_checked, preflight, with_data_sized_defaults, with_recorded_defaults
+    from rheostat.tasks.run.dependencies import find_matching_run
+    from rheostat.tasks.run.preflight import (
+        mark_as_checked,
+        preflight,
+        with_data_sized_defaults,
+        with_recorded_defaults,
+    )
 
     config = with_recorded_defaults(config)
     existing = find_matching_run(config, accept_change=accept_change)
@@ -331,7 +336,7 @@ def _describe_run(config: "RunConfig") -> str:
 
 @contextmanager
 def _show_progress(config: "RunConfig", display: Display, *, as_json: bool) -> Iterator[None]:
-    from flows.cli.live import show_run
+    from rheostat.flows.cli.live import show_run
 
     verbosity, total = display.verbosity, config.iterations
     with show_run(config.store, config.name, iterations=total, verbosity=verbosity, as_json=as_json):
@@ -347,7 +352,7 @@ def _run_and_print(command: str, job: JobArguments, *, accept_change: bool, disp
 
 def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
     """Describe the results of a run as lines of text: accuracy, cost, and locations of report, plot, run and policy."""
-    from tasks.views.summary import summary_lines
+    from rheostat.tasks.views.summary import summary_lines
 
     lines = [
         f"\n{summary_lines(summary)}",
@@ -361,10 +366,10 @@ def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
 
 
 def _build_evaluation_config(policy: str, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
-    from infra.store.dependencies import recorded_config
-    from infra.store.inputs import format_path, has_run, is_on_hub, is_remote, read_model_path
-    from infra.store.runs import open_run
-    from tasks.config.run import override_config
+    from rheostat.infra.store.dependencies import recorded_config
+    from rheostat.infra.store.inputs import format_path, has_run, is_on_hub, is_remote, read_model_path
+    from rheostat.infra.store.runs import open_run
+    from rheostat.tasks.config.run import override_config
 
     path = read_model_path(policy)
     place = path if is_remote(path) else path.resolve()

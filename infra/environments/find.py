@@ -14,9 +14,9 @@ from typing import Final
 from blake3 import blake3
 from pydantic import ValidationError
 
-from infra.config import Settings
-from infra.environments.gpus import Platform, check_driver, platform_here
-from infra.errors import BadInput
+from rheostat.infra.config import Settings
+from rheostat.infra.environments.gpus import Platform, check_driver, platform_here
+from rheostat.infra.errors import BadInput
 
 STAMP: Final = "rheostat.json"
 """Name of the stamp file, which `install` writes into each environment to record its content. A stamp without versions

@@ -15,8 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final, Literal
 
-from infra.errors import BadInput
-from infra.untrusted_text import make_visible
+from rheostat.infra.errors import BadInput
+from rheostat.infra.untrusted_text import make_visible
 
 Platform = Literal["cpu", "cuda"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from uv import find_uv_bin
 
-from infra.environments.find import (
+from rheostat.infra.environments.find import (
     STAMP,
     Environment,
     Stamp,
@@ -31,8 +31,15 @@ from infra.environments.find import (
     read_stamp,
     supported_pythons,
 )
-from infra.environments.gpus import TORCH_CUDA, TORCH_VARIABLE, Platform, check_driver, has_driver, platform_here
-from infra.errors import BadInput, InstallFailed
+from rheostat.infra.environments.gpus import (
+    TORCH_CUDA,
+    TORCH_VARIABLE,
+    Platform,
+    check_driver,
+    has_driver,
+    platform_here,
+)
+from rheostat.infra.errors import BadInput, InstallFailed
 
 logger = logging.getLogger(__name__)
 

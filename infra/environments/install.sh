@@ -11,7 +11,7 @@ torch=2.13.0 # its CUDA version and the driver that it needs: infra/environments
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "rheostat needs Python 3.11 or newer, found $("$python" --version). Choose one with PYTHON=..." >&2; exit 2; }
 # Ends here if the driver is too old, before anything is downloaded.
-platform=$(PYTHONPATH=$PWD "$python" -m infra.environments.gpus)
+platform=$(PYTHONPATH=$PWD "$python" -m rheostat.infra.environments.gpus)
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }

@@ -16,20 +16,28 @@ from pathlib import Path
 
 import psutil
 
-from infra.errors import ClusterFailed
-from infra.pools.embedded import EMBEDDED_ENVIRONMENT, QUIET, Preload, build_job_config, start_embedded
-from infra.pools.fleet import Fleet
-from infra.pools.gpu_layout import NO_GPUS, GpuLayout
-from infra.pools.host import disable_ray_colors, environment
-from infra.pools.launcher import SlotCount
-from infra.pools.machines import Machines
-from infra.pools.placement_group import RayLauncher, ReservedSlots
-from infra.pools.pool import Pool
-from infra.pools.rank_places import GpuRankPlaces
-from infra.pools.ranks import RankGroup
-from infra.pools.worker import PoolSpec
-from infra.processes.guard import CLUSTER, reap
-from infra.processes.watch import CHECK_SECONDS, QUERY_SECONDS, Watch, WatchedPort, WatchedServer, exit_soon, run_apart
+from rheostat.infra.errors import ClusterFailed
+from rheostat.infra.pools.embedded import EMBEDDED_ENVIRONMENT, QUIET, Preload, build_job_config, start_embedded
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.gpu_layout import NO_GPUS, GpuLayout
+from rheostat.infra.pools.host import disable_ray_colors, environment
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.placement_group import RayLauncher, ReservedSlots
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.rank_places import GpuRankPlaces
+from rheostat.infra.pools.ranks import RankGroup
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.processes.guard import CLUSTER, reap
+from rheostat.infra.processes.watch import (
+    CHECK_SECONDS,
+    QUERY_SECONDS,
+    Watch,
+    WatchedPort,
+    WatchedServer,
+    exit_soon,
+    run_apart,
+)
 
 logger = logging.getLogger(__name__)
 

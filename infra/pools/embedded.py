@@ -16,13 +16,13 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.plugins import PACKAGES
-from infra.pools import forks
-from infra.pools.host import environment, thread_variables
-from infra.pools.placement_group import SLOT
-from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, start_guard
-from infra.processes.heap import heap_variables
-from infra.processes.watch import CHECK_SECONDS
+from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.pools import forks
+from rheostat.infra.pools.host import environment, thread_variables
+from rheostat.infra.pools.placement_group import SLOT
+from rheostat.infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, start_guard
+from rheostat.infra.processes.heap import heap_variables
+from rheostat.infra.processes.watch import CHECK_SECONDS
 
 if TYPE_CHECKING:
     from ray.job_config import JobConfig

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
-from infra.pools.launcher import SlotCount, SlotLauncher
-from infra.pools.moves import Move, RoleLoad, list_moves
-from infra.pools.pool import Pool
-from infra.pools.slot import Assignment, Change, SlotState, WorkerSlot, assign_fewer, changes
-from infra.pools.worker import PoolSpec, gather_errors
+from rheostat.infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
+from rheostat.infra.pools.launcher import SlotCount, SlotLauncher
+from rheostat.infra.pools.moves import Move, RoleLoad, list_moves
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.slot import Assignment, Change, SlotState, WorkerSlot, assign_fewer, changes
+from rheostat.infra.pools.worker import PoolSpec, gather_errors
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ of a process group on one GPU.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.config import PoolsConfig
+from rheostat.infra.config import PoolsConfig
 
 ROUNDING = 1e-6
 """Tolerance for sums of fractions of a GPU."""

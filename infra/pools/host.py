@@ -17,10 +17,10 @@ from typing import Protocol, cast
 
 import psutil
 
-from infra.errors import RheostatError, WorkerAsleep
-from infra.plugins import TARGETS, add_target_folders
-from infra.pools.inputs import WorkInputs, open_inputs
-from infra.processes.heap import return_freed_memory
+from rheostat.infra.errors import RheostatError, WorkerAsleep
+from rheostat.infra.plugins import TARGETS, add_target_folders
+from rheostat.infra.pools.inputs import WorkInputs, open_inputs
+from rheostat.infra.processes.heap import return_freed_memory
 
 WORK = "work"
 """Name of the Ray concurrency group that creates the worker and runs its methods one after another, in one thread."""

@@ -11,11 +11,11 @@ from functools import cached_property
 
 from pydantic import BaseModel
 
-from infra.errors import Damaged, RheostatError
-from infra.store.bundles import BundleRef, prefetch_bundle
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, tombstone_key
-from infra.store.storage import open_store
+from rheostat.infra.errors import Damaged, RheostatError
+from rheostat.infra.store.bundles import BundleRef, prefetch_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, tombstone_key
+from rheostat.infra.store.storage import open_store
 
 logger = logging.getLogger(__name__)
 

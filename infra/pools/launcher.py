@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from infra.pools.host import ProcessPlace, Returned
-from infra.pools.stalls import StallClock
-from infra.pools.worker import PoolSpec
+from rheostat.infra.pools.host import ProcessPlace, Returned
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.pools.worker import PoolSpec
 
 
 @dataclass(frozen=True, slots=True)

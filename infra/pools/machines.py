@@ -7,7 +7,7 @@ checks the machines directly.
 import asyncio
 from dataclasses import dataclass
 
-from infra.processes.watch import run_apart
+from rheostat.infra.processes.watch import run_apart
 
 PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 

@@ -4,7 +4,7 @@ duration."""
 from collections.abc import Set
 from dataclasses import dataclass
 
-from infra.pools.slot import Assignment, Change
+from rheostat.infra.pools.slot import Assignment, Change
 
 
 @dataclass(frozen=True, slots=True)

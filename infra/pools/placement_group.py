@@ -6,14 +6,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from infra.counts import format_count
-from infra.errors import BadInput, ClusterFailed, NodeLost
-from infra.pools.gpu_layout import GpuLayout
-from infra.pools.launcher import SlotCount
-from infra.pools.machines import Machines
-from infra.pools.reservations import count_cluster_gpus, find_devices, remove_groups, reserve_group, wait_for_groups
-from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
-from infra.processes.watch import run_apart
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, ClusterFailed, NodeLost
+from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.reservations import (
+    count_cluster_gpus,
+    find_devices,
+    remove_groups,
+    reserve_group,
+    wait_for_groups,
+)
+from rheostat.infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
+from rheostat.infra.processes.watch import run_apart
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

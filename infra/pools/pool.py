@@ -8,13 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
-from infra.counts import format_count
-from infra.errors import ClusterFailed, NodeLost, RheostatError, WorkerAsleep, WorkerLost
-from infra.pools.host import Returned
-from infra.pools.launcher import Launcher, Worker
-from infra.pools.slot import SlotState, WorkerSlot
-from infra.pools.stalls import StallClock
-from infra.pools.worker import Done, PoolSpec, check_result, gather_errors
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import ClusterFailed, NodeLost, RheostatError, WorkerAsleep, WorkerLost
+from rheostat.infra.pools.host import Returned
+from rheostat.infra.pools.launcher import Launcher, Worker
+from rheostat.infra.pools.slot import SlotState, WorkerSlot
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.pools.worker import Done, PoolSpec, check_result, gather_errors
 
 R = TypeVar("R")
 T = TypeVar("T")

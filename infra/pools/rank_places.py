@@ -4,13 +4,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infra.errors import ClusterFailed, NodeLost
-from infra.pools.fleet import Fleet
-from infra.pools.gpu_layout import GpuLayout, assign_ranks
-from infra.pools.launcher import Launcher
-from infra.pools.machines import Machines
-from infra.pools.placement_group import RayLauncher
-from infra.pools.reservations import (
+from rheostat.infra.errors import ClusterFailed, NodeLost
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.gpu_layout import GpuLayout, assign_ranks
+from rheostat.infra.pools.launcher import Launcher
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.placement_group import RayLauncher
+from rheostat.infra.pools.reservations import (
     Bundle,
     count_cluster_gpus,
     find_bundles,
@@ -19,7 +19,7 @@ from infra.pools.reservations import (
     reserve_group,
     wait_for_groups,
 )
-from infra.pools.worker import ReservedSlot
+from rheostat.infra.pools.worker import ReservedSlot
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

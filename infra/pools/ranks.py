@@ -7,12 +7,12 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Protocol, TypeVar
 
-from infra.counts import format_count
-from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
-from infra.pools.host import Returned
-from infra.pools.launcher import Launcher, Worker
-from infra.pools.stalls import StallClock
-from infra.pools.worker import Done, PoolSpec, check_result, gather_errors
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import ClusterFailed, WorkerFailed, WorkerLost
+from rheostat.infra.pools.host import Returned
+from rheostat.infra.pools.launcher import Launcher, Worker
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.pools.worker import Done, PoolSpec, check_result, gather_errors
 
 R = TypeVar("R")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from infra.errors import ClusterFailed
-from infra.processes.watch import run_apart, start_apart
+from rheostat.infra.errors import ClusterFailed
+from rheostat.infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

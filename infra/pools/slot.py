@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from infra.counts import format_count
-from infra.errors import BadInput, RheostatError, WorkerLost
-from infra.pools.launcher import Launcher, Worker
-from infra.pools.worker import PoolSpec
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, RheostatError, WorkerLost
+from rheostat.infra.pools.launcher import Launcher, Worker
+from rheostat.infra.pools.worker import PoolSpec
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from typing import TypeVar
 
 import psutil
 
-from infra.errors import BadInput, WorkerFailed, WorkerLost
-from infra.pools.fleet import Fleet
-from infra.pools.gpu_layout import NO_GPUS, GpuLayout
-from infra.pools.host import (
+from rheostat.infra.errors import BadInput, WorkerFailed, WorkerLost
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.gpu_layout import NO_GPUS, GpuLayout
+from rheostat.infra.pools.host import (
     Host,
     ProcessPlace,
     Raised,
@@ -34,11 +34,11 @@ from infra.pools.host import (
     start_seconds,
     thread_variables,
 )
-from infra.pools.launcher import SlotCount
-from infra.pools.pool import Pool
-from infra.pools.ranks import JOIN, RankGroup
-from infra.pools.stalls import StallClock
-from infra.pools.worker import PoolSpec, check_result, unwrap_result
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.ranks import JOIN, RankGroup
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.pools.worker import PoolSpec, check_result, unwrap_result
 
 T = TypeVar("T")
 

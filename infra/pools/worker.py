@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import psutil
 
-from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.host import (
+from rheostat.infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
+from rheostat.infra.pools.host import (
     LIFE,
     WATCH,
     WORK,
@@ -24,9 +24,9 @@ from infra.pools.host import (
     store_variables,
     thread_variables,
 )
-from infra.pools.machines import Machines
-from infra.pools.stalls import StallClock
-from infra.processes.watch import run_apart, start_apart
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -24,12 +24,19 @@ from typing import Final, Generic, Protocol, TypeVar
 import psutil
 from pydantic import JsonValue
 
-from infra import runner, sandbox_runner
-from infra.errors import BadInput, WorkerFailed, WorkerLost
-from infra.plugins import target_folders
-from infra.processes.clock import CallClock
-from infra.processes.sandbox import NOBODY, call_limits, check_sandbox, query_python, start_sandboxed, switches_user
-from infra.untrusted_text import make_visible
+from rheostat.infra import runner, sandbox_runner
+from rheostat.infra.errors import BadInput, WorkerFailed, WorkerLost
+from rheostat.infra.plugins import target_folders
+from rheostat.infra.processes.clock import CallClock
+from rheostat.infra.processes.sandbox import (
+    NOBODY,
+    call_limits,
+    check_sandbox,
+    query_python,
+    start_sandboxed,
+    switches_user,
+)
+from rheostat.infra.untrusted_text import make_visible
 
 START_SECONDS: Final = 120.0
 """Maximum seconds for a child process to import users' functions. sympy alone takes 10 s on a busy machine."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from infra.processes.child import Child, Interpreter, check_answer, invalid_answer
+from rheostat.infra.processes.child import Child, Interpreter, check_answer, invalid_answer
 
 DescribedTools = Literal["none", "known", "all"]
 """Tools for which the child process returns JSON schemas: none, those whose type hints are sufficient ("known"), or

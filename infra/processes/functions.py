@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from pydantic import JsonValue
 
-from infra.processes.child import Child, Interpreter, check_answer, invalid_answer
+from rheostat.infra.processes.child import Child, Interpreter, check_answer, invalid_answer
 
 
 @dataclass(frozen=True, slots=True)

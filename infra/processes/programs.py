@@ -16,8 +16,8 @@ from typing import Final
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from infra.errors import WorkerLost
-from infra.processes.child import (
+from rheostat.infra.errors import WorkerLost
+from rheostat.infra.processes.child import (
     MAX_ENDS,
     Child,
     Interpreter,
@@ -26,8 +26,8 @@ from infra.processes.child import (
     check_answer,
     invalid_answer,
 )
-from infra.processes.sandbox import check_sandbox, program_limits, query_python
-from infra.sandbox_runner import KILLED, STOPPED
+from rheostat.infra.processes.sandbox import check_sandbox, program_limits, query_python
+from rheostat.infra.sandbox_runner import KILLED, STOPPED
 
 
 @dataclass(frozen=True, slots=True)

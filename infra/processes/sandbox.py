@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from infra import runner
-from infra.errors import BadInput
-from infra.processes.syscalls import build_filter, has_filter
+from rheostat.infra import runner
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.syscalls import build_filter, has_filter
 
 MEMORY_BYTES: Final = 8 * 2**30
 """Maximum address space in bytes of each process in the sandbox."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from infra.errors import WorkerFailed, WorkerLost
-from infra.processes import guard
+from rheostat.infra.errors import WorkerFailed, WorkerLost
+from rheostat.infra.processes import guard
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import psutil
 
-from infra.errors import WorkerFailed
-from infra.untrusted_text import make_visible
+from rheostat.infra.errors import WorkerFailed
+from rheostat.infra.untrusted_text import make_visible
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
-from infra.errors import BadInput, StoreFailed
-from infra.store.object_service import TIMEOUTS, Requests, Service, Timeouts
-from infra.store.request_errors import CODE, STATUS, Unsettled, may_pass
+from rheostat.infra.errors import BadInput, StoreFailed
+from rheostat.infra.store.object_service import TIMEOUTS, Requests, Service, Timeouts
+from rheostat.infra.store.request_errors import CODE, STATUS, Unsettled, may_pass
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore import GetResult

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from blake3 import blake3
 
-from infra.config import read_number_variable
-from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.bucket import TEMPORARY, Bucket
-from infra.store.cache import Cache, open_cache
-from infra.store.contracts import Entry, LockState, Store, StoreTraits, check_key, is_key
-from infra.store.disk import make_directory, scratch_directory, sweep
-from infra.store.lease import LEASE_SECONDS, BucketLease, acquire_lease, read_lease_state
-from infra.store.local import LocalStore
-from infra.store.object_service import TIMEOUTS, Service, Timeouts
+from rheostat.infra.config import read_number_variable
+from rheostat.infra.errors import BadInput, Damaged, StoreFailed
+from rheostat.infra.store.bucket import TEMPORARY, Bucket
+from rheostat.infra.store.cache import Cache, open_cache
+from rheostat.infra.store.contracts import Entry, LockState, Store, StoreTraits, check_key, is_key
+from rheostat.infra.store.disk import make_directory, scratch_directory, sweep
+from rheostat.infra.store.lease import LEASE_SECONDS, BucketLease, acquire_lease, read_lease_state
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.object_service import TIMEOUTS, Service, Timeouts
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

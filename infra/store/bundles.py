@@ -12,11 +12,11 @@ from typing import Annotated
 from blake3 import blake3
 from pydantic import Field, ValidationError
 
-from infra.config import Settings
-from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.checksums import canonical_json, digest_file
-from infra.store.contracts import Store, check_key
-from infra.store.shards import RETIRED, is_retired
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, Damaged, StoreFailed
+from rheostat.infra.store.checksums import canonical_json, digest_file
+from rheostat.infra.store.contracts import Store, check_key
+from rheostat.infra.store.shards import RETIRED, is_retired
 
 CONTENTS = "bundle.json"
 """Name of the file in each bundle (stored folder) that lists all other files. A directory that is to be published must

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from infra.config import read_number_variable
-from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
+from rheostat.infra.config import read_number_variable
+from rheostat.infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 MIN_KEPT_SECONDS = 600
 """Minimum time in seconds for which a cached file is kept after its last use, because it may still be open."""

@@ -14,10 +14,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Lock
 
-from infra.errors import BadInput, Damaged
-from infra.store.checksums import SealedRecord, record_digest
-from infra.store.manifests import Manifest
-from infra.store.runs import JOURNAL, Run, records
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.checksums import SealedRecord, record_digest
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
 _PLACEMENT = "placement/"

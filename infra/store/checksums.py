@@ -9,8 +9,8 @@ from typing import ClassVar, Final, Self
 from blake3 import blake3
 from pydantic import JsonValue, ValidationError
 
-from infra.config import Settings, read_recorded
-from infra.errors import BadInput, Damaged
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import BadInput, Damaged
 
 FIRST_VERSION: Final = 1
 """Schema version of all records and shards whose format has not changed since the first release."""

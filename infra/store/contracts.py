@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=+-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
-from infra.errors import BadInput, Conflict, Damaged
-from infra.store.bundles import CONTENTS
-from infra.store.chain import complete_manifests
-from infra.store.contracts import Entry, Store
-from infra.store.epochs import LEASES
-from infra.store.run_record import RECORD
-from infra.store.runs import JOURNAL, LOCK, MANIFESTS, METRICS, TRANSIENT, Run, open_run, run_store
-from infra.store.tombstones import needed_objects
+from rheostat.infra.errors import BadInput, Conflict, Damaged
+from rheostat.infra.store.bundles import CONTENTS
+from rheostat.infra.store.chain import complete_manifests
+from rheostat.infra.store.contracts import Entry, Store
+from rheostat.infra.store.epochs import LEASES
+from rheostat.infra.store.run_record import RECORD
+from rheostat.infra.store.runs import JOURNAL, LOCK, MANIFESTS, METRICS, TRANSIENT, Run, open_run, run_store
+from rheostat.infra.store.tombstones import needed_objects
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Annotated, Final
 
 from pydantic import Field, ValidationError
 
-from infra.config import Settings, Since, read_recorded
-from infra.errors import Damaged, RunChanged
-from infra.store.inputs import place_hub_names, place_texts
-from infra.store.manifests import provenance_here
-from infra.store.runs import Run
+from rheostat.infra.config import Settings, Since, read_recorded
+from rheostat.infra.errors import Damaged, RunChanged
+from rheostat.infra.store.inputs import place_hub_names, place_texts
+from rheostat.infra.store.manifests import provenance_here
+from rheostat.infra.store.runs import Run
 
 DEPENDENCIES: Final = "dependencies/"
 """Prefix of the keys of journal entries (stored measurements and decisions) that record the dependencies of a run."""

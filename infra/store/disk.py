@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from infra.errors import BadInput
-from infra.store.contracts import LockState
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.contracts import LockState
 
 TEMPORARY = ".tmp-"
 """Start of the names of temporary files in a store. Keys of objects cannot start with this prefix."""

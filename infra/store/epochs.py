@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import Generic, TypeVar
 
-from infra.store.checksums import seal
-from infra.store.contracts import Objects
-from infra.store.manifests import provenance_here
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.contracts import Objects
+from rheostat.infra.store.manifests import provenance_here
 
 LEASES = "lease/"
 _LEASE = re.compile(r"(\d{6,})\.json")

@@ -1,8 +1,8 @@
 """Digests of users' files. They are computed in a child process, so that the files are not mapped into the memory of
 this process.
 
-`python -m infra.store.file_digests` reads a JSON list of files (path, size, time) on stdin, and prints a JSON list of
-digests. If it fails, it prints the problem in one line and exits with code 2.
+`python -m rheostat.infra.store.file_digests` reads a JSON list of files (path, size, time) on stdin, and prints a JSON
+list of digests. If it fails, it prints the problem in one line and exits with code 2.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Final
 
 from blake3 import blake3
 
-from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import run_watched
+from rheostat.infra.errors import BadInput, WorkerFailed
+from rheostat.infra.processes.watch import run_watched
 
 COMMAND: Final = (sys.executable, "-P", "-m", __name__)
 LABEL: Final = "the process that computes digests of data files"

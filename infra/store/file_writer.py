@@ -18,7 +18,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from infra.store.bundles import BundledFile
+from rheostat.infra.store.bundles import BundledFile
 
 Piece = bytes | memoryview
 """Part of a file's content. Its bytes must not change until the file is complete."""

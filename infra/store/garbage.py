@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from infra.errors import Damaged
-from infra.store.bundles import CONTENTS
-from infra.store.chain import complete_manifests, linked_parts
-from infra.store.contracts import Entry
-from infra.store.dependencies import recorded_config
-from infra.store.inputs import JobPath, JobText
-from infra.store.manifests import Manifest
-from infra.store.readers import bundles_in_use
-from infra.store.run_record import RECORD
-from infra.store.runs import MANIFESTS, Run, list_runs, open_run
-from infra.store.storage import is_bucket_address, open_store
-from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import CONTENTS
+from rheostat.infra.store.chain import complete_manifests, linked_parts
+from rheostat.infra.store.contracts import Entry
+from rheostat.infra.store.dependencies import recorded_config
+from rheostat.infra.store.inputs import JobPath, JobText
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.readers import bundles_in_use
+from rheostat.infra.store.run_record import RECORD
+from rheostat.infra.store.runs import MANIFESTS, Run, list_runs, open_run
+from rheostat.infra.store.storage import is_bucket_address, open_store
+from rheostat.infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
 
 MAX_PARALLEL = 8
 """Number of objects that are deleted in parallel."""

@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from infra.errors import BadInput
-from infra.store.hub_files import HubFile, cached_file, verify_files
-from infra.store.hub_names import HubAddress, is_hub_name, parse_hub_name
-from infra.store.hub_progress import show_download
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.hub_files import HubFile, cached_file, verify_files
+from rheostat.infra.store.hub_names import HubAddress, is_hub_name, parse_hub_name
+from rheostat.infra.store.hub_progress import show_download
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoFile
@@ -102,7 +102,7 @@ def split_files(address: HubAddress) -> list[str]:
 
     Raises BadInput, with the list of configurations or splits, if the choice is missing or ambiguous.
     """
-    from infra.store.hub_splits import choose_files
+    from rheostat.infra.store.hub_splits import choose_files
 
     address = address.pin(resolve_commit(address))
     folder = fetch_files(address, METADATA)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 NOTES: Final = ".rheostat"
 """Name of the folder, in the cached folder of a repository, in which Rheostat stores its own files."""

@@ -1,6 +1,6 @@
 """Names of models and datasets on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`, and their addresses `hf://…`.
 
-This module does not access the network. `infra.store.hub` resolves and fetches the names.
+This module does not access the network. `rheostat.infra.store.hub` resolves and fetches the names.
 """
 
 import re
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, Self
 from urllib.parse import parse_qsl, urlencode
 
-from infra.errors import BadInput
-from infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
+from rheostat.infra.errors import BadInput
+from rheostat.infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
 
 HubKind = Literal["model", "dataset"]
 HF: Final = "hf://"

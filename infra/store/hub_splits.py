@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from infra.errors import BadInput
-from infra.store.hub_files import NOTES
-from infra.store.hub_names import HubAddress
-from infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
-from infra.validation_errors import nearest
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.hub_files import NOTES
+from rheostat.infra.store.hub_names import HubAddress
+from rheostat.infra.user_files import DATA_SUFFIXES, PACKED_SUFFIXES
+from rheostat.infra.validation_errors import nearest
 
 METADATA: Final = "metadata"
 """Name, without its suffix, of the file with the rows of a dataset that consists of images (`imagefolder`)."""

@@ -29,12 +29,12 @@ from pydantic import (
     WrapValidator,
 )
 
-from infra.config import RECORDED
-from infra.errors import BadInput, DeprecatedSpelling
-from infra.store import remote_files
-from infra.store.hub import fetch_snapshot, find_hub_base, resolve_commit, split_files
-from infra.store.hub_names import HF, HubAddress, HubKind, is_hub_name, parse_hub_address, parse_hub_name
-from infra.store.storage import is_bucket_address, open_store
+from rheostat.infra.config import RECORDED
+from rheostat.infra.errors import BadInput, DeprecatedSpelling
+from rheostat.infra.store import remote_files
+from rheostat.infra.store.hub import fetch_snapshot, find_hub_base, resolve_commit, split_files
+from rheostat.infra.store.hub_names import HF, HubAddress, HubKind, is_hub_name, parse_hub_address, parse_hub_name
+from rheostat.infra.store.storage import is_bucket_address, open_store
 
 HUB: Final = "hf:"
 _BASE: Final = re.compile(r"(.+)\?base=([\w./@-]+@[0-9a-f]{40})", re.ASCII | re.DOTALL)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Lock, Thread
 
-from infra.errors import Damaged, Fenced, StoreFailed
-from infra.store.bucket import Bucket
-from infra.store.contracts import LockState
-from infra.store.disk import read_lock_record
+from rheostat.infra.errors import Damaged, Fenced, StoreFailed
+from rheostat.infra.store.bucket import Bucket
+from rheostat.infra.store.contracts import LockState
+from rheostat.infra.store.disk import read_lock_record
 
 LEASE_SECONDS = 30.0
 """Seconds after which a lease (a lock that must be renewed) expires. If the process that trains a run dies, another

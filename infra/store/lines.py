@@ -12,8 +12,8 @@ from typing import Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from infra.errors import StoreFailed
-from infra.store.contracts import Store
+from rheostat.infra.errors import StoreFailed
+from rheostat.infra.store.contracts import Store
 
 TAIL_BYTES: Final = 1 << 16
 """Number of bytes that are read from the end of a file to find its last line. Every line is shorter than this."""

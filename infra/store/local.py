@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
-from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.contracts import Entry, Lease, LockState, StoreTraits, check_key, is_key
-from infra.store.disk import (
+from rheostat.infra.errors import BadInput, Damaged, StoreFailed
+from rheostat.infra.store.contracts import Entry, Lease, LockState, StoreTraits, check_key, is_key
+from rheostat.infra.store.disk import (
     LIFELONG,
     TEMPORARY,
     check_writable,

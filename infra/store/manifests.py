@@ -14,12 +14,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from infra.config import Settings, Since, encode_recorded, read_recorded
-from infra.costs import Cost
-from infra.errors import Damaged
-from infra.store.bundles import BundleRef
-from infra.store.checksums import MANIFEST_VERSION, record_digest, seal, unseal
-from infra.store.shards import ShardRef
+from rheostat.infra.config import Settings, Since, encode_recorded, read_recorded
+from rheostat.infra.costs import Cost
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.checksums import MANIFEST_VERSION, record_digest, seal, unseal
+from rheostat.infra.store.shards import ShardRef
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from blake3 import blake3
 
-from infra.config import Settings
-from infra.errors import Damaged
-from infra.store.checksums import seal, unseal
-from infra.store.contracts import Store
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.checksums import seal, unseal
+from rheostat.infra.store.contracts import Store
 
 _RECORDS = "records/"
 _CHAIN = "chain/"

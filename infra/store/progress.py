@@ -11,9 +11,9 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from infra.config import Settings
-from infra.errors import RheostatError
-from infra.store.contracts import Objects
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import RheostatError
+from rheostat.infra.store.contracts import Objects
 
 NOTES: Final = "report/steps/"
 GOALS: Final = "report/goal/"

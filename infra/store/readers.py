@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
-from infra.errors import StoreFailed
-from infra.store.bundles import BundleRef
-from infra.store.contracts import Store
+from rheostat.infra.errors import StoreFailed
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.contracts import Store
 
 READERS: Final = "readers/"
 """Prefix of the keys that processes lock while they read a bundle (stored folder). It is followed by 16 digits of the

@@ -10,13 +10,13 @@ from typing import Final, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from infra.config import Settings
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import CONTENTS, BundleRef, has_bundle
-from infra.store.checksums import seal, unseal
-from infra.store.contracts import Store
-from infra.store.numbered import NumberedRecords
-from infra.store.storage import open_store
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import CONTENTS, BundleRef, has_bundle
+from rheostat.infra.store.checksums import seal, unseal
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.numbered import NumberedRecords
+from rheostat.infra.store.storage import open_store
 
 REGISTRIES: Final = "registry"
 """Name of the folder in a store that contains the registries. It is next to the folders of the runs."""

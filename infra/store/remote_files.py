@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from tenacity import Retrying, retry_if_not_exception_type, stop_after_attempt, wait_random_exponential
 
-from infra.errors import BadInput
-from infra.store.cache import Cache, open_cache
-from infra.store.disk import scratch_directory, sweep
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.cache import Cache, open_cache
+from rheostat.infra.store.disk import scratch_directory, sweep
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

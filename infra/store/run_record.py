@@ -6,11 +6,11 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.config import fingerprint_of
-from infra.errors import Damaged
-from infra.store.checksums import SealedRecord
-from infra.store.contracts import Objects
-from infra.store.manifests import versions_here
+from rheostat.infra.config import fingerprint_of
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.checksums import SealedRecord
+from rheostat.infra.store.contracts import Objects
+from rheostat.infra.store.manifests import versions_here
 
 RECORD: Final = "run.json"
 _LEFT_WITHOUT_RESULTS: Final = {

@@ -11,14 +11,14 @@ from threading import RLock
 
 from pydantic import JsonValue
 
-from infra.config import Identified, describe_difference
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked, StoreFailed
-from infra.store.checksums import SealedRecord, seal, unseal
-from infra.store.contracts import Lease, LockState, Objects, Store
-from infra.store.epochs import Epoch, begin_epoch, newest_epoch
-from infra.store.manifests import Manifest, decode_manifest
-from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
-from infra.store.storage import open_store
+from rheostat.infra.config import Identified, describe_difference
+from rheostat.infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked, StoreFailed
+from rheostat.infra.store.checksums import SealedRecord, seal, unseal
+from rheostat.infra.store.contracts import Lease, LockState, Objects, Store
+from rheostat.infra.store.epochs import Epoch, begin_epoch, newest_epoch
+from rheostat.infra.store.manifests import Manifest, decode_manifest
+from rheostat.infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
+from rheostat.infra.store.storage import open_store
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from obstore.store import S3Store
 
-from infra.errors import BadInput
-from infra.store.bucket import Bucket
-from infra.store.bucket_store import connect_bucket, open_bucket_store
-from infra.store.contracts import Store
-from infra.store.object_service import Service, Timeouts
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bucket import Bucket
+from rheostat.infra.store.bucket_store import connect_bucket, open_bucket_store
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.object_service import Service, Timeouts
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore.store import ClientConfig, RetryConfig, S3Config

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from blake3 import blake3
 from pydantic import Field
 
-from infra.config import Settings
-from infra.counts import format_count
-from infra.errors import BadInput, Damaged
-from infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
-from infra.store.contracts import Store
+from rheostat.infra.config import Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.checksums import FIRST_VERSION, MANIFEST_VERSION, check_version, unseal
+from rheostat.infra.store.contracts import Store
 
 if TYPE_CHECKING:  # a command that lists runs reads no shard, and pyarrow imports numpy
     import pyarrow as pa

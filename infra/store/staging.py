@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-from infra.store.bundles import (
+from rheostat.infra.store.bundles import (
     BundleRef,
     Contents,
     complete_put_bundle,
@@ -17,7 +17,7 @@ from infra.store.bundles import (
     has_bundle,
     put_bundle_file,
 )
-from infra.store.contracts import Store
+from rheostat.infra.store.contracts import Store
 
 
 def find_readable_store(store: Store, ref: BundleRef) -> Store:

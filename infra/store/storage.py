@@ -6,19 +6,19 @@ from typing import Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from infra.errors import BadInput
-from infra.store.contracts import Store
-from infra.store.local import open_local
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.local import open_local
 
 
 def _open_s3(uri: str) -> Store:
-    from infra.store.s3 import open_s3  # importing the client takes 0.1 s
+    from rheostat.infra.store.s3 import open_s3  # importing the client takes 0.1 s
 
     return open_s3(uri)
 
 
 def _open_azure(uri: str) -> Store:
-    from infra.store.azure import open_azure
+    from rheostat.infra.store.azure import open_azure
 
     return open_azure(uri)
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from infra.config import Settings, read_recorded
-from infra.errors import RunChanged
-from infra.store.bundles import BundleRef
-from infra.store.chain import linked_parts
-from infra.store.manifests import Manifest, provenance_here
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, tombstone_key
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import RunChanged
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.chain import linked_parts
+from rheostat.infra.store.manifests import Manifest, provenance_here
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
 FORGOTTEN: Final = "forgotten"

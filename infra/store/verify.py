@@ -4,17 +4,17 @@ from collections.abc import Callable, Collection, Iterator
 
 from pydantic import JsonValue
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, has_bundle, verify_bundle
-from infra.store.chain import check_chain
-from infra.store.checksums import unseal
-from infra.store.contracts import Objects, Store
-from infra.store.manifests import Manifest
-from infra.store.registry import RETRAINS, Registry, champion_of
-from infra.store.run_record import RECORD, RunRecord
-from infra.store.runs import Run, records
-from infra.store.shards import ShardRef, verify_shard
-from infra.store.tombstones import needed_objects, replaced_shards
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import BundleRef, has_bundle, verify_bundle
+from rheostat.infra.store.chain import check_chain
+from rheostat.infra.store.checksums import unseal
+from rheostat.infra.store.contracts import Objects, Store
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.registry import RETRAINS, Registry, champion_of
+from rheostat.infra.store.run_record import RECORD, RunRecord
+from rheostat.infra.store.runs import Run, records
+from rheostat.infra.store.shards import ShardRef, verify_shard
+from rheostat.infra.store.tombstones import needed_objects, replaced_shards
 
 
 def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:

@@ -7,15 +7,15 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.variants import OneOf, Target, Variant, check_implementation
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.variants import OneOf, Target, Variant, check_implementation
 
 
 class Tracker(Variant):
     """Base class of the settings of trackers, which are programs that show metrics, such as TensorBoard.
-    `implementation` is the import string of a function of the type `infra.trackers.records.OpenMirror`, which connects
-    a run to the tracker."""
+    `implementation` is the import string of a function of the type `rheostat.infra.trackers.records.OpenMirror`, which
+    connects a run to the tracker."""
 
     package: ClassVar[tuple[str, str] | None] = None
     """Module that the tracker requires and its pip requirement, such as ("wandb", "wandb>=0.31,<1"). None if no
@@ -30,7 +30,7 @@ class TensorBoardTracker(Tracker):
     """Tracker that writes event files for TensorBoard, in one folder per run (`pip install
     'tensorboardX>=2.6.5,<3'`)."""
 
-    implementation = "infra.trackers.tensorboard:open_mirror"
+    implementation = "rheostat.infra.trackers.tensorboard:open_mirror"
     package = ("tensorboardX", "tensorboardX>=2.6.5,<3")
 
     kind: Literal["tensorboard"] = "tensorboard"
@@ -44,7 +44,7 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
     class MlflowTracker(Tracker):
         """MLflow run with the metrics of the run (`pip install 'mlflow-skinny>=3.17,<4'`)."""
 
-        implementation = "infra.trackers.mlflow:open_mirror"
+        implementation = "rheostat.infra.trackers.mlflow:open_mirror"
         package = ("mlflow", "mlflow-skinny>=3.17,<4")
 
         kind: Literal["mlflow"] = "mlflow"
@@ -73,7 +73,7 @@ class WandbTracker(Tracker):
     """Tracker that copies the metrics of a run to Weights & Biases (`pip install 'wandb>=0.31,<1'`). The API key is
     read from the variable WANDB_API_KEY."""
 
-    implementation = "infra.trackers.wandb:open_mirror"
+    implementation = "rheostat.infra.trackers.wandb:open_mirror"
     package = ("wandb", "wandb>=0.31,<1")
 
     kind: Literal["wandb"] = "wandb"
@@ -88,7 +88,7 @@ class WandbTracker(Tracker):
 
 
 class TargetTracker(Target):
-    """Tracker defined by the user: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
+    """Tracker defined by the user: a subclass of `rheostat.infra.trackers.config.Tracker` (docs/tracking.md)."""
 
 
 TrackerConfig = Annotated[Tracker, OneOf((TensorBoardTracker, MlflowTracker, WandbTracker, TargetTracker))]

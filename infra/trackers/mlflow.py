@@ -9,8 +9,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from infra.trackers.config import MlflowTracker
-from infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
+from rheostat.infra.trackers.config import MlflowTracker
+from rheostat.infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
 
 LOCAL_URI = "sqlite:///mlflow.db"
 TAG = "rheostat.run"
@@ -24,7 +24,7 @@ MAX_CHARACTERS = 6000  # characters of a parameter's value
 
 
 class TrackedRun:
-    """MLflow run to which the metrics of a run are copied. Implements `infra.trackers.records.Mirror`."""
+    """MLflow run to which the metrics of a run are copied. Implements `rheostat.infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: MlflowTracker) -> None:
         """Find the MLflow run of the subject (the run of Rheostat), or create it."""

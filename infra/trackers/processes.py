@@ -17,8 +17,8 @@ from typing import Final
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from infra.config import Settings
-from infra.trackers.config import TrackerConfig
+from rheostat.infra.config import Settings
+from rheostat.infra.trackers.config import TrackerConfig
 
 STUCK: Final = 5
 """Factor by which a tracker may be silent for longer than `patience_seconds`, while the run is still training or the

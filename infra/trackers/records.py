@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from infra.trackers.config import Tracker
+from rheostat.infra.trackers.config import Tracker
 
 Series = Literal["iteration", "evaluation"]
 """Kind of a recorded step: an iteration or an evaluation. Each kind is a separate series of numbered steps."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from infra.trackers.config import TensorBoardTracker
-from infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
+from rheostat.infra.trackers.config import TensorBoardTracker
+from rheostat.infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
 
 SAMPLES = "samples"
 _FRAME = struct.Struct("<QI")  # length of the event and its checksum; another checksum of 4 bytes follows the event
@@ -17,7 +17,7 @@ _FRAME = struct.Struct("<QI")  # length of the event and its checksum; another c
 
 class EventFiles:
     """TensorBoard event files to which the metrics of one run are copied. Implements
-    `infra.trackers.records.Mirror`."""
+    `rheostat.infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: TensorBoardTracker) -> None:
         """Read the existing event files of the run and begin a new file."""

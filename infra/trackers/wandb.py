@@ -9,8 +9,8 @@ from pathlib import Path
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from infra.trackers.config import WandbTracker
-from infra.trackers.records import Point, Product, Series, Subject, TextTable
+from rheostat.infra.trackers.config import WandbTracker
+from rheostat.infra.trackers.records import Point, Product, Series, Subject, TextTable
 
 SAMPLES = "samples"
 FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
@@ -22,7 +22,7 @@ _FILE_HEADER = 7
 
 
 class LoggedRun:
-    """W&B run to which the metrics of a run are copied. Implements `infra.trackers.records.Mirror`."""
+    """W&B run to which the metrics of a run are copied. Implements `rheostat.infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: WandbTracker) -> None:
         """Create the W&B run, or resume it if it exists."""

@@ -9,21 +9,21 @@ from typing import cast
 
 import numpy as np
 
-from infra.plugins import check_function, find_target
-from infra.variants import implementation_of
-from models.algorithms.capo import steps_differ
-from models.algorithms.experience import (
+from rheostat.infra.plugins import check_function, find_target
+from rheostat.infra.variants import implementation_of
+from rheostat.models.algorithms.capo import steps_differ
+from rheostat.models.algorithms.experience import (
     AdvantageFunction,
     Advantages,
     Experience,
     InformativeFunction,
     ScoredGroups,
 )
-from models.algorithms.ragged import group_statistics
-from models.algorithms.shaping import shaping_metrics
-from models.config.algorithms import Algorithm, DistillationOnly
-from models.config.teachers import Distillation
-from models.records.columns import Floats, Mask
+from rheostat.models.algorithms.ragged import group_statistics
+from rheostat.models.algorithms.shaping import shaping_metrics
+from rheostat.models.config.algorithms import Algorithm, DistillationOnly
+from rheostat.models.config.teachers import Distillation
+from rheostat.models.records.columns import Floats, Mask
 
 
 @dataclass(frozen=True, slots=True)

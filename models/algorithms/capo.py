@@ -5,11 +5,11 @@ Shapes: N completions, G groups, T completion tokens.
 
 import numpy as np
 
-from models.algorithms.experience import Advantages, Experience, ScoredGroups
-from models.algorithms.ragged import MIN_STD, group_statistics, values_on_tokens
-from models.algorithms.shaping import penalties
-from models.config.algorithms import Capo
-from models.records.columns import Floats, Mask
+from rheostat.models.algorithms.experience import Advantages, Experience, ScoredGroups
+from rheostat.models.algorithms.ragged import MIN_STD, group_statistics, values_on_tokens
+from rheostat.models.algorithms.shaping import penalties
+from rheostat.models.config.algorithms import Capo
+from rheostat.models.records.columns import Floats, Mask
 
 
 def capo(experience: Experience, algorithm: Capo) -> Advantages:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.records.columns import Floats, Integers, Mask
+from rheostat.models.records.columns import Floats, Integers, Mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import cast
 
 import numpy as np
 
-from infra.plugins import find_target
-from models.algorithms.experience import Advantages, Experience, ScoredGroups
-from models.algorithms.ragged import MIN_STD, discounted_sums, group_statistics, normalize_tokens
-from models.algorithms.shaping import penalties, token_rewards
-from models.config.algorithms import GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from models.records.columns import Floats, Integers, Mask
+from rheostat.infra.plugins import find_target
+from rheostat.models.algorithms.experience import Advantages, Experience, ScoredGroups
+from rheostat.models.algorithms.ragged import MIN_STD, discounted_sums, group_statistics, normalize_tokens
+from rheostat.models.algorithms.shaping import penalties, token_rewards
+from rheostat.models.config.algorithms import GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from rheostat.models.records.columns import Floats, Integers, Mask
 
 
 def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:

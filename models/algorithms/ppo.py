@@ -6,11 +6,11 @@ Shapes: N completions, T completion tokens.
 
 import numpy as np
 
-from models.algorithms.experience import Advantages, Experience
-from models.algorithms.ragged import MIN_STD, discounted_sums, last_tokens, normalize_tokens
-from models.algorithms.shaping import token_rewards
-from models.config.algorithms import Ppo
-from models.records.columns import Floats, Integers
+from rheostat.models.algorithms.experience import Advantages, Experience
+from rheostat.models.algorithms.ragged import MIN_STD, discounted_sums, last_tokens, normalize_tokens
+from rheostat.models.algorithms.shaping import token_rewards
+from rheostat.models.config.algorithms import Ppo
+from rheostat.models.records.columns import Floats, Integers
 
 
 def compute_generalized_advantages(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.algorithms.experience import ScoredGroups, SpanColumns
-from models.config.algorithms import Algorithm
-from models.records.columns import Floats, Integers, Mask
+from rheostat.models.algorithms.experience import ScoredGroups, SpanColumns
+from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.records.columns import Floats, Integers, Mask
 
 MIN_STD = 1e-6
 """Standard deviation below which the values of a group or batch are treated as equal."""

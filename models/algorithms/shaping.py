@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from models.algorithms.experience import Experience
-from models.algorithms.ragged import last_tokens, sums_per_completion, values_on_last_tokens
-from models.config.algorithms import Algorithm, Overlong, RewardKl
-from models.config.divergence import AdaptiveKl
-from models.config.objectives import MAX_LOG_RATIO
-from models.records.columns import Floats, Integers
+from rheostat.models.algorithms.experience import Experience
+from rheostat.models.algorithms.ragged import last_tokens, sums_per_completion, values_on_last_tokens
+from rheostat.models.config.algorithms import Algorithm, Overlong, RewardKl
+from rheostat.models.config.divergence import AdaptiveKl
+from rheostat.models.config.objectives import MAX_LOG_RATIO
+from rheostat.models.records.columns import Floats, Integers
 
 
 def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: int) -> Floats:

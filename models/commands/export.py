@@ -1,4 +1,4 @@
-"""Export of a policy, or of a weighted sum of policies, as one directory: `python -m models.commands.export`.
+"""Export of a policy, or of a weighted sum of policies, as one directory: `python -m rheostat.models.commands.export`.
 
 Reads an `ExportWork` or a `MergeWork` as JSON on stdin. Prints `{"error": ""}`, or the error in one line with exit code
 2. It runs in a separate process because flows may not import code that loads models.
@@ -11,9 +11,9 @@ import sys
 
 from pydantic import TypeAdapter
 
-from infra.errors import BadInput
-from models.records.merges import MergeWork
-from models.records.work import ExportWork
+from rheostat.infra.errors import BadInput
+from rheostat.models.records.merges import MergeWork
+from rheostat.models.records.work import ExportWork
 
 
 def export(work: ExportWork | MergeWork) -> None:
@@ -21,15 +21,15 @@ def export(work: ExportWork | MergeWork) -> None:
     copy the directory if there is nothing to merge."""
     import torch
 
-    from models.denoising.pipeline import is_pipeline
-    from models.modeling.directory import copy_directory, write_merged
-    from models.modeling.weighted_sum import write_merge
+    from rheostat.models.denoising.pipeline import is_pipeline
+    from rheostat.models.modeling.directory import copy_directory, write_merged
+    from rheostat.models.modeling.weighted_sum import write_merge
 
     if isinstance(work, MergeWork):
         write_merge(work)
         return
     if is_pipeline(work.base):
-        from models.denoising.policy import write_merged_pipeline
+        from rheostat.models.denoising.policy import write_merged_pipeline
 
         write_merged_pipeline(work.base, work.adapter, work.target, dtype=getattr(torch, work.dtype or "float32"))
         return

@@ -7,9 +7,9 @@ its forward and its backward pass. Libraries and fragmentation in allocators are
 from dataclasses import dataclass
 from typing import Final
 
-from models.config.engines import BYTES
-from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_of
-from models.config.outline import ModelOutline
+from rheostat.models.config.engines import BYTES
+from rheostat.models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_of
+from rheostat.models.config.outline import ModelOutline
 
 GRADIENT_BYTES: Final = 4
 """Bytes per gradient value. Gradients are accumulated in float32 in every precision."""
@@ -94,8 +94,8 @@ def loading_bytes(update: UpdateConfig, model: ModelOutline) -> int:
     """Return the bytes that one rank needs while it loads a model, in addition to the weights that it keeps. Gradients
     and optimizer state do not exist yet.
 
-    To find out how the model computes, a rank reads single parameters in float32 (`models.modeling.trials`). Models
-    that cannot be loaded directly are loaded as a whole in float32 first.
+    To find out how the model computes, a rank reads single parameters in float32 (`rheostat.models.modeling.trials`).
+    Models that cannot be loaded directly are loaded as a whole in float32 first.
     """
     number, is_whole = BYTES[update.dtype], loads_whole(update, model)
     reads_copies = (update.shards_weights and not is_whole) or update.dtype != "float32"

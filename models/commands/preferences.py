@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput, InputErrors
-from models.config.policy import ModelShape
-from models.data.preferences import load_preferences
-from models.data.problems import Problem
-from models.data.reading import report_reading
-from models.inspection.texts import list_preference_notes
-from models.text.sequences import policy_pairs, reward_pairs
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.policy import ModelShape
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.data.problems import Problem
+from rheostat.models.data.reading import report_reading
+from rheostat.models.inspection.texts import list_preference_notes
+from rheostat.models.text.sequences import policy_pairs, reward_pairs
 
 if TYPE_CHECKING:
-    from models.commands.preflight import Inputs
+    from rheostat.models.commands.preflight import Inputs
 
 
 def check_preferences(

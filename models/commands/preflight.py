@@ -1,4 +1,4 @@
-"""Check all inputs of a run before anything is written: `python -m models.commands.preflight run`.
+"""Check all inputs of a run before anything is written: `python -m rheostat.models.commands.preflight run`.
 
 `plan` does the same without writing to the cache, and `scoring` checks the rewards alone. Reads the configuration as
 JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}, "notes": […]}`, or `ok` false with the
@@ -16,46 +16,46 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.config import PoolsConfig
-from infra.errors import BadInput, EndpointDown, InputErrors
-from infra.runner import die_with_parent
-from infra.store.inputs import fetch_path
-from infra.trackers.config import TrackerConfig, check_tracker
-from infra.variants import check_implementation
-from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
-from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
-from models.commands.sizes import check_sizes, count_problems, count_warmup_images
-from models.config.algorithms import AlgorithmConfig
-from models.config.attention import check_attention
-from models.config.checks import CheckResult
-from models.config.data import DataConfig
-from models.config.job import slot_engines
-from models.config.objectives import UpdateConfig
-from models.config.outline import ModelOutline
-from models.config.policy import PolicyConfig
-from models.config.preferences import PreferencesConfig
-from models.config.promotion import SuiteCheck
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
-from models.data.examples import warmup_examples
-from models.data.problems import Problem, identity, load_problems
-from models.data.reading import report_reading
-from models.data.unread_columns import list_column_notes
-from models.engines.protocol import check_implemented
-from models.gate.contamination import contamination
-from models.inspection import images
-from models.judges.checks import check_judge
-from models.modeling.unread_weights import collect_unread_weights
-from models.rewards.code import check_code, read_tests
-from models.rewards.evaluate import check_rewards, reference_checks
-from models.vision.processor import VisionProcessor
+from rheostat.infra.config import PoolsConfig
+from rheostat.infra.errors import BadInput, EndpointDown, InputErrors
+from rheostat.infra.runner import die_with_parent
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.trackers.config import TrackerConfig, check_tracker
+from rheostat.infra.variants import check_implementation
+from rheostat.models.algorithms.advantages import check_algorithm, required_models
+from rheostat.models.commands.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
+from rheostat.models.commands.preflight_cache import build_key, checks_directory, find_or_compute
+from rheostat.models.commands.sizes import check_sizes, count_problems, count_warmup_images
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.attention import check_attention
+from rheostat.models.config.checks import CheckResult
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.job import slot_engines
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.promotion import SuiteCheck
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import RolloutConfig
+from rheostat.models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
+from rheostat.models.data.examples import warmup_examples
+from rheostat.models.data.problems import Problem, identity, load_problems
+from rheostat.models.data.reading import report_reading
+from rheostat.models.data.unread_columns import list_column_notes
+from rheostat.models.engines.protocol import check_implemented
+from rheostat.models.gate.contamination import contamination
+from rheostat.models.inspection import images
+from rheostat.models.judges.checks import check_judge
+from rheostat.models.modeling.unread_weights import collect_unread_weights
+from rheostat.models.rewards.code import check_code, read_tests
+from rheostat.models.rewards.evaluate import check_rewards, reference_checks
+from rheostat.models.vision.processor import VisionProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from models.inspection.directory import Inspected
+    from rheostat.models.inspection.directory import Inspected
 
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
@@ -203,7 +203,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
     """Raise BadInput if a retrain would train on problems of its evaluation suite, or if the champion (the policy from
     which it starts) has another tokenizer than the configured policy."""
-    from models.inspection.other_models import check_same_tokens
+    from rheostat.models.inspection.other_models import check_same_tokens
 
     texts = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
     overlap = contamination(texts, (problem.identity for problem in load_problems(against.data, "train", inputs.seed)))
@@ -217,12 +217,12 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], notes: list[str]) -> dict[str, float]:
     """Check all that depends on the policy's files. Return sizes and memory, and append remarks to `notes`."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
-    from models.commands.preferences import check_preferences
-    from models.environments.runtime import check_turns, tools_of
-    from models.inspection.chats import check_chats
-    from models.inspection.directory import inspect_policy
-    from models.inspection.texts import list_text_notes
-    from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
+    from rheostat.models.commands.preferences import check_preferences
+    from rheostat.models.environments.runtime import check_turns, tools_of
+    from rheostat.models.inspection.chats import check_chats
+    from rheostat.models.inspection.directory import inspect_policy
+    from rheostat.models.inspection.texts import list_text_notes
+    from rheostat.models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
@@ -296,7 +296,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
     """Check that the critic fits the policy, and return its size. It is trained next to the policy in the same way."""
-    from models.inspection.other_models import inspect_critic
+    from rheostat.models.inspection.other_models import inspect_critic
 
     value_model = inputs.algorithm.value_model
     if value_model is None:
@@ -316,7 +316,7 @@ def _check_teacher(
     longest_tokens: int,
 ) -> dict[str, float]:
     """Check that the teacher can score the policy's tokens, and return its size."""
-    from models.inspection.other_models import check_teacher
+    from rheostat.models.inspection.other_models import check_teacher
 
     distillation = inputs.algorithm.distillation
     if distillation is None:
@@ -332,7 +332,7 @@ def _check_teacher(
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
     """Check the judges and reward models, except those that start as copies of the policy, and return their sizes."""
-    from models.inspection.other_models import check_served_model
+    from rheostat.models.inspection.other_models import check_served_model
 
     return {
         f"{term}_parameters": check_served_model(
@@ -346,7 +346,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
     """Check that the policy can serve as a judge, if a judge starts as a copy of the policy. Return the judges'
     sizes."""
-    from models.inspection.other_models import check_policy_judge
+    from rheostat.models.inspection.other_models import check_policy_judge
 
     return {
         f"{term}_parameters": check_policy_judge(
@@ -360,7 +360,7 @@ def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Proble
 def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
     if (environment := inputs.rollout.environment) is None or environment.dialogue is None:
         return {}
-    from models.inspection.users import check_user
+    from rheostat.models.inspection.users import check_user
 
     return {"user_parameters": check_user(environment.dialogue, problems=problems, gpus=inputs.pools.gpus_per_worker)}
 

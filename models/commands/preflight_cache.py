@@ -17,9 +17,9 @@ from typing import Final
 from blake3 import blake3
 from pydantic import BaseModel, ValidationError
 
-from infra.store.inputs import fetch_path, is_on_hub
-from models.config.checks import CheckResult
-from models.text.template_files import FOLDER
+from rheostat.infra.store.inputs import fetch_path, is_on_hub
+from rheostat.models.config.checks import CheckResult
+from rheostat.models.text.template_files import FOLDER
 
 MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""

@@ -1,4 +1,4 @@
-"""Replay of stored episodes in new environments: `python -m models.commands.replay`.
+"""Replay of stored episodes in new environments: `python -m rheostat.models.commands.replay`.
 
 Reads a `ReplayWork` as JSON on stdin. Prints the differences from the stored episodes, or the error in one line with
 exit code 2. It runs in a separate process because flows may not import code that loads tokenizers.
@@ -11,10 +11,10 @@ import sys
 
 from pydantic import TypeAdapter
 
-from infra.errors import BadInput
-from infra.runner import die_with_parent
-from models.environments.replay import replay
-from models.records.replays import Difference, ReplayWork
+from rheostat.infra.errors import BadInput
+from rheostat.infra.runner import die_with_parent
+from rheostat.models.environments.replay import replay
+from rheostat.models.records.replays import Difference, ReplayWork
 
 
 def main() -> int:

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.data import DataConfig
-from models.config.training import SupervisedWarmup
-from models.data.curriculum import max_prompts
-from models.data.examples import picture_examples
-from models.data.problems import Problem
-from models.inspection.images import check_warmup_images
-from models.vision.color_conversion import count_conversions
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.data.curriculum import max_prompts
+from rheostat.models.data.examples import picture_examples
+from rheostat.models.data.problems import Problem
+from rheostat.models.inspection.images import check_warmup_images
+from rheostat.models.vision.color_conversion import count_conversions
 
 PROMPTS: Final = "rollout.prompts"
 EVALUATED: Final = "evaluation.problems"

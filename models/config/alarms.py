@@ -7,10 +7,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
-from infra.renamed import RenamedFrom, RenamedValue
-from infra.validation_errors import nearest
-from models.config.job import Job
+from rheostat.infra.config import Positive, Settings
+from rheostat.infra.renamed import RenamedFrom, RenamedValue
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.job import Job
 
 Measured = Callable[[int], Mapping[str, float]]
 """Function that takes the number of an iteration and returns the metrics stored when the iteration was committed. The

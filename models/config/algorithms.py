@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.config import Fraction, Positive, Settings, Since
-from infra.store.inputs import ModelLocation
-from infra.variants import OneOf, Target, Variant
-from models.config.divergence import AdaptiveKl
-from models.config.teachers import Distillation
+from rheostat.infra.config import Fraction, Positive, Settings, Since
+from rheostat.infra.store.inputs import ModelLocation
+from rheostat.infra.variants import OneOf, Target, Variant
+from rheostat.models.config.divergence import AdaptiveKl
+from rheostat.models.config.teachers import Distillation
 
 if TYPE_CHECKING:
-    from models.config.job import Job
+    from rheostat.models.config.job import Job
 
 
 # ---- what rewards are shaped by
@@ -57,9 +57,9 @@ class CriticConfig(Settings):
 
 class Algorithm(Variant):
     """Fields common to all algorithms that compute advantages. `implementation` is the import path of a
-    `models.algorithms.experience.AdvantageFunction`."""
+    `rheostat.models.algorithms.experience.AdvantageFunction`."""
 
-    informative: ClassVar[str] = "models.algorithms.ragged:rewards_differ"
+    informative: ClassVar[str] = "rheostat.models.algorithms.ragged:rewards_differ"
     """Import path `pkg.mod:function` of an `InformativeFunction`, which selects the groups worth training on
     (informative groups). The default selects groups whose completions have unequal total rewards."""
     compares_groups: ClassVar[bool] = False
@@ -153,12 +153,12 @@ def _find_dynamic_conflicts(job: "Job", *, keep_uninformative: bool) -> Iterator
 class GroupRelative(Algorithm):
     """Fields common to algorithms that compare the reward of a completion with the other rewards of its group."""
 
-    implementation = "models.algorithms.group_relative:group_relative"
-    informative = "models.algorithms.group_relative:informative"
+    implementation = "rheostat.models.algorithms.group_relative:group_relative"
+    informative = "rheostat.models.algorithms.group_relative:informative"
     compares_groups = True
     relative: ClassVar[str]
-    """Import path `pkg.mod:function` of a `models.algorithms.group_relative.Relative`, which computes the advantages of
-    completions from the rewards of their groups."""
+    """Import path `pkg.mod:function` of a `rheostat.models.algorithms.group_relative.Relative`, which computes the
+    advantages of completions from the rewards of their groups."""
 
     keep_uninformative: bool = False
     """Whether groups with equal rewards are trained on too. Equal rewards give advantages of 0, so these groups
@@ -210,7 +210,7 @@ class Grpo(GroupRelative):
     """Reward minus the group mean, divided by the standard deviation (GRPO, arXiv 2402.03300, section 4.1.2). The
     result is the advantage of all tokens of the completion."""
 
-    relative = "models.algorithms.group_relative:grpo"
+    relative = "rheostat.models.algorithms.group_relative:grpo"
 
     kind: Literal["grpo"] = "grpo"
     std: Annotated[Literal["group", "batch"], Since("0.1.0", before="group")] = "group"
@@ -222,14 +222,14 @@ class Grpo(GroupRelative):
     def compares_by(self) -> str:
         """Import path `pkg.mod:function` of the function that computes advantages. `std` selects the function that uses
         the standard deviation of the group, or the one that uses that of the batch."""
-        return self.relative if self.std == "group" else "models.algorithms.group_relative:grpo_over_batch"
+        return self.relative if self.std == "group" else "rheostat.models.algorithms.group_relative:grpo_over_batch"
 
 
 class DrGrpo(GroupRelative):
     """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). The result is the advantage of all tokens
     of the completion. To follow the paper, also set `update.loss.aggregation.kind = "constant"`."""
 
-    relative = "models.algorithms.group_relative:dr_grpo"
+    relative = "rheostat.models.algorithms.group_relative:dr_grpo"
 
     kind: Literal["dr_grpo"] = "dr_grpo"
 
@@ -238,7 +238,7 @@ class Rloo(GroupRelative):
     """Reward minus the mean reward of the other completions in the group (RLOO, arXiv 2402.14740, eq. 8). The result is
     the advantage of all tokens of the completion."""
 
-    relative = "models.algorithms.group_relative:rloo"
+    relative = "rheostat.models.algorithms.group_relative:rloo"
 
     kind: Literal["rloo"] = "rloo"
 
@@ -247,7 +247,7 @@ class ReinforcePlusPlus(Algorithm):
     """Advantages computed as discounted sums of token rewards, which include the KL penalty, normalized over the batch
     (REINFORCE++, arXiv 2501.03262)."""
 
-    implementation = "models.algorithms.group_relative:reinforce_pp"
+    implementation = "rheostat.models.algorithms.group_relative:reinforce_pp"
     equal_rewards_teach = True
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
@@ -267,7 +267,7 @@ class ReinforcePlusPlusBaseline(Algorithm):
     """Reward minus the group mean, normalized over the whole batch (REINFORCE++-baseline, arXiv 2501.03262). The result
     is the advantage of all tokens of the completion."""
 
-    implementation = "models.algorithms.group_relative:reinforce_pp_baseline"
+    implementation = "rheostat.models.algorithms.group_relative:reinforce_pp_baseline"
     compares_groups = True
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
@@ -290,7 +290,7 @@ class Ppo(Algorithm):
     """Advantages computed by generalized advantage estimation with a critic (PPO, arXiv 1707.06347; GAE, 1506.02438,
     eq. 16)."""
 
-    implementation = "models.algorithms.ppo:ppo"
+    implementation = "rheostat.models.algorithms.ppo:ppo"
     equal_rewards_teach = True
 
     kind: Literal["ppo"] = "ppo"
@@ -326,8 +326,8 @@ class Capo(Algorithm):
     flags wrong steps. The paper uses weight 2 for the outcome and 1 for the steps.
     """
 
-    implementation = "models.algorithms.capo:capo"
-    informative = "models.algorithms.capo:informative"
+    implementation = "rheostat.models.algorithms.capo:capo"
+    informative = "rheostat.models.algorithms.capo:informative"
     compares_groups = True
     credits_steps = True
 
@@ -363,7 +363,7 @@ class DistillationOnly(Algorithm):
     """Training only on the log-probs of a teacher (on-policy distillation). Rewards are measured, but advantages do not
     depend on rewards."""
 
-    implementation = "models.algorithms.advantages:rewards_earn_nothing"
+    implementation = "rheostat.models.algorithms.advantages:rewards_earn_nothing"
     equal_rewards_teach = True
 
     kind: Literal["distillation"] = "distillation"
@@ -382,7 +382,7 @@ class DistillationOnly(Algorithm):
 
 
 class TargetAlgorithm(Target):
-    """User-defined algorithm: a subclass of `models.config.algorithms.Algorithm` (see "Extending" in the
+    """User-defined algorithm: a subclass of `rheostat.models.config.algorithms.Algorithm` (see "Extending" in the
     documentation)."""
 
 

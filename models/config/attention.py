@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final, Literal
 
-from infra.config import PoolsConfig
-from infra.errors import BadInput
-from models.config.outline import ModelOutline
-from models.config.policy import ModelShape
+from rheostat.infra.config import PoolsConfig
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import ModelShape
 
 if TYPE_CHECKING:
-    from models.config.objectives import UpdateConfig
+    from rheostat.models.config.objectives import UpdateConfig
 
 Attention = Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"]
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
-from infra.costs import Cost
+from rheostat.infra.config import Positive, Settings
+from rheostat.infra.costs import Cost
 
 Price = Annotated[float, Field(ge=0)]
 Limit = Annotated[float, Field(gt=0)]

@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import JsonValue, field_validator
 
-from infra.config import Settings, Since
+from rheostat.infra.config import Settings, Since
 
 MessageFields = Literal["keep", "drop"]
 

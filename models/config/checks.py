@@ -1,6 +1,6 @@
 """Result of the check of a run's inputs, which one process prints and another one reads. Torch-free."""
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 
 class CheckResult(Settings):

@@ -4,9 +4,9 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from infra.config import Settings
-from infra.store.inputs import Location, ModelLocation
-from models.config.reward_terms import BuiltInReward
+from rheostat.infra.config import Settings
+from rheostat.infra.store.inputs import Location, ModelLocation
+from rheostat.models.config.reward_terms import BuiltInReward
 
 
 class ClipSettings(Settings):
@@ -45,7 +45,7 @@ class ClipReward(ClipSettings, BuiltInReward):
     which may have GPUs. A prompt longer than the CLIP model's context is truncated.
     """
 
-    implementation = "models.rewards.clip:clip_reward"
+    implementation = "rheostat.models.rewards.clip:clip_reward"
     example = '{ kind = "clip", path = "models/pickscore", value = "logit" }'
 
     kind: Literal["clip"] = "clip"

@@ -4,22 +4,23 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Positive, Since
-from infra.demos import FORMER_DATA_KINDS
-from infra.renamed import RenamedFrom
-from infra.store.inputs import DataLocation, Location, ModelLocation
-from infra.variants import OneOf, Target, Variant
-from models.config.chat_files import ChatFile
-from models.config.file_rules import FileRules
-from models.config.hub_datasets import HubDatasetChoice
-from models.config.images import ImageFileSettings, PixelLimits
-from models.config.texts import TextSettings
+from rheostat.infra.config import Positive, Since
+from rheostat.infra.demos import FORMER_DATA_KINDS
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.store.inputs import DataLocation, Location, ModelLocation
+from rheostat.infra.variants import OneOf, Target, Variant
+from rheostat.models.config.chat_files import ChatFile
+from rheostat.models.config.file_rules import FileRules
+from rheostat.models.config.hub_datasets import HubDatasetChoice
+from rheostat.models.config.images import ImageFileSettings, PixelLimits
+from rheostat.models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
 
 
 class DataSource(TextSettings, Variant):
-    """Fields common to all sources of problems. `implementation` names a `models.data.problems.ProblemSource`."""
+    """Fields common to all sources of problems. `implementation` names a
+    `rheostat.models.data.problems.ProblemSource`."""
 
     makes_pairs: ClassVar[bool] = False
     """Whether preference pairs can be built from the problems of this source, with `preferences.kind =
@@ -33,15 +34,15 @@ class DataSource(TextSettings, Variant):
     """Import path `pkg.mod:function` that yields the files named in the rows of the source's files, such as images.
     Empty if there are none."""
     reading_reporter: ClassVar[str] = ""
-    """Import path `pkg.mod:function` of a `models.data.reading.ReadingReporter`, which reports how this source reads
-    its files. Empty if the source reads no files."""
+    """Import path `pkg.mod:function` of a `rheostat.models.data.reading.ReadingReporter`, which reports how this source
+    reads its files. Empty if the source reads no files."""
     exclusion_filter: ClassVar[str] = ""
-    """Import path `pkg.mod:function` of a `models.data.problems.ExclusionFilter`, which returns the training problems
-    that this source excludes, such as near-duplicates of held-out problems. Empty if it excludes none."""
+    """Import path `pkg.mod:function` of a `rheostat.models.data.problems.ExclusionFilter`, which returns the training
+    problems that this source excludes, such as near-duplicates of held-out problems. Empty if it excludes none."""
 
     pictures: ClassVar[str] = ""
-    """Import path `pkg.mod:function` of a `models.data.examples.PictureSource`, which generates pictures for the
-    warm-up of text-to-image policies. Empty if the source has no pictures."""
+    """Import path `pkg.mod:function` of a `rheostat.models.data.examples.PictureSource`, which generates pictures for
+    the warm-up of text-to-image policies. Empty if the source has no pictures."""
 
     exclude_ids_path: Annotated[Location | None, Since("0.1.0", before=None), RenamedFrom("without")] = None
     """File with one prompt_id per line, on this machine or at s3://bucket/name. Problems with these ids are not used
@@ -118,7 +119,7 @@ class ArithmeticData(GeneratedData):
     """Word problems with additions and subtractions, generated from templates and a seed. Their answers are numbers
     that a program can check."""
 
-    implementation = "models.data.arithmetic:arithmetic_problems"
+    implementation = "rheostat.models.data.arithmetic:arithmetic_problems"
     makes_pairs = True
 
     kind: Literal["arithmetic"] = "arithmetic"
@@ -202,9 +203,9 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
 class FileData(ProblemFile, DataSource):
     """Problems from one file or folder of JSON, CSV, Parquet or Arrow."""
 
-    implementation = "models.data.files:file_problems"
-    referenced_files = "models.data.image_files:image_files"
-    reading_reporter = "models.data.files:report_file"
+    implementation = "rheostat.models.data.files:file_problems"
+    referenced_files = "rheostat.models.data.image_files:image_files"
+    reading_reporter = "rheostat.models.data.files:report_file"
 
     kind: Literal["file"] = "file"
 
@@ -223,9 +224,9 @@ class MixtureData(DataSource):
     Each file has its own random order and is repeated as often as needed. Warm-up uses every problem equally often.
     """
 
-    implementation = "models.data.mixture:mixed_problems"
-    referenced_files = "models.data.mixture:mixed_image_files"
-    reading_reporter = "models.data.mixture:report_mixture"
+    implementation = "rheostat.models.data.mixture:mixed_problems"
+    referenced_files = "rheostat.models.data.mixture:mixed_image_files"
+    reading_reporter = "rheostat.models.data.mixture:report_mixture"
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
@@ -262,10 +263,10 @@ class DeduplicatedData(DataSource):
     """Problems from files, except the training problems that are nearly equal to a held-out problem. A retriever (text
     embedding model) measures the similarity."""
 
-    implementation = "models.retrieval.deduplicated:deduplicated_problems"
-    referenced_files = "models.retrieval.deduplicated:find_referenced_images"
-    reading_reporter = "models.retrieval.deduplicated:report_source"
-    exclusion_filter = "models.retrieval.deduplicated:near_duplicates"
+    implementation = "rheostat.models.retrieval.deduplicated:deduplicated_problems"
+    referenced_files = "rheostat.models.retrieval.deduplicated:find_referenced_images"
+    reading_reporter = "rheostat.models.retrieval.deduplicated:report_source"
+    exclusion_filter = "rheostat.models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
@@ -313,7 +314,7 @@ class DeduplicatedData(DataSource):
 
 
 class TargetData(Target):
-    """User-defined source of problems: a subclass of `models.config.data.DataSource` (see "Extending" in the
+    """User-defined source of problems: a subclass of `rheostat.models.config.data.DataSource` (see "Extending" in the
     documentation)."""
 
     former_kinds = FORMER_DATA_KINDS

@@ -9,14 +9,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.config import Positive, Settings
-from infra.counts import format_count
-from infra.variants import Variant
+from rheostat.infra.config import Positive, Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.variants import Variant
 
 
 class Sampler(Variant):
     """Fields common to all samplers, which compute the distribution of the next state in each denoising step.
-    `implementation` is the import path of a `models.denoising.samplers.Transition`."""
+    `implementation` is the import path of a `rheostat.models.denoising.samplers.Transition`."""
 
     prediction_type: ClassVar[Literal["velocity", "noise"]] = "velocity"
     """Output of the models that this sampler supports: the velocity of flow matching ("velocity"), or the noise
@@ -33,7 +33,7 @@ class SdeSampler(Sampler):
     """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9). Each step adds less noise towards the end
     of the denoising."""
 
-    implementation = "models.denoising.samplers:sde"
+    implementation = "rheostat.models.denoising.samplers:sde"
 
     kind: Literal["sde"] = "sde"
     noise: Annotated[float, Field(gt=0, le=10)] = 0.7
@@ -44,7 +44,7 @@ class DanceSampler(Sampler):
     """DanceGRPO's stochastic differential equation (arXiv 2505.07818, eq. 8). The equation is Flow-GRPO's with the same
     noise scale in every step."""
 
-    implementation = "models.denoising.samplers:dance"
+    implementation = "rheostat.models.denoising.samplers:dance"
 
     kind: Literal["dance"] = "dance"
     noise: Annotated[float, Field(gt=0, le=10)] = 0.3
@@ -55,7 +55,7 @@ class CpsSampler(Sampler):
     """Coefficients-preserving sampling (arXiv 2509.05952): after each step the state contains exactly as much noise as
     the noise schedule prescribes. The last step adds no noise, so it is not trained."""
 
-    implementation = "models.denoising.samplers:cps"
+    implementation = "rheostat.models.denoising.samplers:cps"
 
     kind: Literal["cps"] = "cps"
     noise: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -75,7 +75,7 @@ class DdimSampler(Sampler):
     """DDIM sampling with added noise (arXiv 2010.02502, eq. 16; DDPO, arXiv 2305.13301), for models that predict the
     noise."""
 
-    implementation = "models.denoising.samplers:ddim"
+    implementation = "rheostat.models.denoising.samplers:ddim"
     prediction_type = "noise"
 
     kind: Literal["ddim"] = "ddim"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
+from rheostat.infra.config import Positive, Settings
 
 
 class AdaptiveKl(Settings):

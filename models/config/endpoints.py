@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
+from rheostat.infra.config import Positive, Settings
 
 # ---- models elsewhere
 MAX_BACKOFF_SECONDS = 30.0

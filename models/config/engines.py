@@ -7,14 +7,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from infra.config import PoolsConfig, Positive, Settings
-from infra.environments.find import find_environment, installed_versions
-from infra.errors import BadInput
-from infra.pools.gpu_layout import GpuLayout
-from infra.store.inputs import Program
-from infra.variants import OneOf, Target, Variant
-from models.config.policy import ModelShape
-from models.config.vllm_limits import (
+from rheostat.infra.config import PoolsConfig, Positive, Settings
+from rheostat.infra.environments.find import find_environment, installed_versions
+from rheostat.infra.errors import BadInput
+from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.infra.store.inputs import Program
+from rheostat.infra.variants import OneOf, Target, Variant
+from rheostat.models.config.policy import ModelShape
+from rheostat.models.config.vllm_limits import (
     CPU_CACHE_GIB,
     CPU_HEAD_SIZES,
     LORA_RANKS,
@@ -24,8 +24,8 @@ from models.config.vllm_limits import (
 )
 
 if TYPE_CHECKING:
-    from models.config.job import Job
-    from models.config.objectives import UpdateConfig
+    from rheostat.models.config.job import Job
+    from rheostat.models.config.objectives import UpdateConfig
 
 
 def _check_address(url: str) -> str:
@@ -79,7 +79,8 @@ class KnownPace:
 
 
 class EngineSettings(Variant):
-    """Fields common to all inference engines. `implementation` names a `models.engines.protocol.EngineFactory`.
+    """Fields common to all inference engines. `implementation` names a
+    `rheostat.models.engines.protocol.EngineFactory`.
 
     In the methods, `name` is the configuration key of the engine (for messages) and `gpus` the number of GPUs of each
     of its workers.
@@ -87,7 +88,7 @@ class EngineSettings(Variant):
 
     records_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that a mixture-of-experts policy chose for each token (`RecordsExperts`
-    in `models.engines.protocol`)."""
+    in `rheostat.models.engines.protocol`)."""
     generates_images: ClassVar[bool] = False
     """Whether the engine generates images with text-to-image policies. Such an engine cannot generate text."""
 
@@ -139,7 +140,7 @@ class TransformersEngine(EngineSettings):
     """Generation with the transformers library inside the worker. Waiting completions replace finished ones in the
     batch."""
 
-    implementation = "models.engines.local.engine:HuggingFaceEngine"
+    implementation = "rheostat.models.engines.local.engine:HuggingFaceEngine"
     records_experts = True
 
     kind: Literal["transformers"] = "transformers"
@@ -181,7 +182,7 @@ class VllmEngine(EngineSettings):
     digest of its weights. Batches depend on timing, so repeated work gives equal completions only up to rounding.
     """
 
-    implementation = "models.engines.vllm.engine:ServedEngine"
+    implementation = "rheostat.models.engines.vllm.engine:ServedEngine"
     records_experts = True
 
     kind: Literal["vllm"] = "vllm"
@@ -364,7 +365,7 @@ class DiffusersEngine(EngineSettings):
     """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a model in diffusers
     format."""
 
-    implementation = "models.engines.image_generation:DiffusersImageEngine"
+    implementation = "rheostat.models.engines.image_generation:DiffusersImageEngine"
     generates_images = True
 
     kind: Literal["diffusers"] = "diffusers"
@@ -388,7 +389,7 @@ class DiffusersEngine(EngineSettings):
 
 
 class TargetEngine(Target):
-    """User-defined engine: a subclass of `models.config.engines.EngineSettings` (see "Extending" in the
+    """User-defined engine: a subclass of `rheostat.models.config.engines.EngineSettings` (see "Extending" in the
     documentation)."""
 
 

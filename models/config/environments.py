@@ -8,18 +8,18 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from infra.config import Positive, Since
-from infra.plugins import present_target
-from infra.processes.episodes import RunEnvironment
-from infra.renamed import RenamedFrom
-from infra.store.inputs import DataLocation, ModelLocation, Program
-from infra.variants import ImportString, Variant
-from models.config.engines import SamplingConfig
-from models.config.file_rules import FileRules
-from models.config.users import UserModelConfig
+from rheostat.infra.config import Positive, Since
+from rheostat.infra.plugins import present_target
+from rheostat.infra.processes.episodes import RunEnvironment
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.store.inputs import DataLocation, ModelLocation, Program
+from rheostat.infra.variants import ImportString, Variant
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.file_rules import FileRules
+from rheostat.models.config.users import UserModelConfig
 
 if TYPE_CHECKING:
-    from models.config.job import Job
+    from rheostat.models.config.job import Job
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -31,9 +31,9 @@ class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the format and the length of an episode, in which the policy and the
     environment take turns."""
 
-    responder: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """Import path `pkg.mod:name` of a `models.environments.responders.ResponderFactory`, which creates the object that
-    computes the environment's replies in a worker."""
+    responder: ClassVar[str] = "rheostat.models.environments.pool:EnvironmentPool"
+    """Import path `pkg.mod:name` of a `rheostat.models.environments.responders.ResponderFactory`, which creates the
+    object that computes the environment's replies in a worker."""
 
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
@@ -122,10 +122,10 @@ class EnvironmentSettings(EpisodeSettings, ABC):
     """Fields common to environments without a simulated user. User code runs in separate processes, which are killed if
     they do not reply in time.
 
-    `implementation` names a `models.environments.pool.ProcessStarter`.
+    `implementation` names a `rheostat.models.environments.pool.ProcessStarter`.
     """
 
-    implementation = "models.environments.pool:user_process"
+    implementation = "rheostat.models.environments.pool:user_process"
 
     step_seconds: Annotated[float, Field(gt=0)] = 20
     """Time limit in seconds for the environment's reply to a turn. If it is exceeded, the episode has failed and its
@@ -193,7 +193,7 @@ class PythonEnvironment(EnvironmentSettings):
     """Python interpreter in a sandbox, which the policy calls as the tool `python(code)`. Each call runs a new program,
     whose output or error is returned to the policy. A turn without a tool call ends the episode."""
 
-    implementation = "models.environments.python:PythonTool"
+    implementation = "rheostat.models.environments.python:PythonTool"
 
     kind: Literal["python"] = "python"
     python: Program | None = None
@@ -220,7 +220,7 @@ class SearchEnvironment(FileRules, EnvironmentSettings):
     """Search in a file of passages with a retriever, which the policy calls as the tool `search(query)`. A turn without
     a tool call ends the episode."""
 
-    implementation = "models.environments.search:SearchTool"
+    implementation = "rheostat.models.environments.search:SearchTool"
 
     kind: Literal["search"] = "search"
     retriever: ModelLocation
@@ -250,7 +250,7 @@ class McpEnvironment(EnvironmentSettings):
     All episodes of an environment process share one local server, or one connection to a remote server.
     """
 
-    implementation = "models.environments.pool:server_process"
+    implementation = "rheostat.models.environments.pool:server_process"
 
     kind: Literal["mcp"] = "mcp"
     command: tuple[str, ...] = ()
@@ -284,7 +284,7 @@ class McpEnvironment(EnvironmentSettings):
         }
         return RunEnvironment(
             "rollout.environment kind 'mcp'",
-            target="models.environments.mcp_tools:McpTools",
+            target="rheostat.models.environments.mcp_tools:McpTools",
             options={"server": server, "only": list(self.tools)},
         )
 
@@ -318,7 +318,7 @@ def _check_url(url: str) -> None:
 class DialogueEnvironment(EpisodeSettings):
     """Dialogue with a simulated user: a model that plays the user and replies to the policy's turns."""
 
-    responder = "models.environments.dialogues:Dialogues"
+    responder = "rheostat.models.environments.dialogues:Dialogues"
 
     kind: Literal["dialogue"] = "dialogue"
     model: UserModelConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, JsonValue
 
-from infra.config import Settings, Since
+from rheostat.infra.config import Settings, Since
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 DropReason = Literal["ties", "empty", "too_long", "mismatched"]

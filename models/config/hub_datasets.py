@@ -7,8 +7,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from infra.config import Settings, Since
-from infra.store.inputs import DataLocation, HubPath
+from rheostat.infra.config import Settings, Since
+from rheostat.infra.store.inputs import DataLocation, HubPath
 
 Name = Annotated[str, Field(min_length=1)]
 

@@ -4,8 +4,8 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import model_validator
 
-from infra.config import Positive, Settings, Since
-from infra.store.inputs import Location
+from rheostat.infra.config import Positive, Settings, Since
+from rheostat.infra.store.inputs import Location
 
 
 class PixelLimits(NamedTuple):

@@ -8,17 +8,17 @@ of them.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.config import PoolsConfig
-from models.config.algorithms import Algorithm
-from models.config.attention import find_attention_conflicts
-from models.config.data import DataConfig
-from models.config.engines import EngineSettings
-from models.config.objectives import UpdateConfig
-from models.config.policy import PolicySource
-from models.config.preferences import PreferencesConfig
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, WarmupConfig
+from rheostat.infra.config import PoolsConfig
+from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.attention import find_attention_conflicts
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.engines import EngineSettings
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import PolicySource
+from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import RolloutConfig
+from rheostat.models.config.training import DpoConfig, WarmupConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,32 +4,32 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.config import Fraction, Positive, Settings, Since
-from infra.renamed import RenamedFrom
-from infra.store.inputs import ModelLocation
-from infra.variants import Variant
-from models.config.clip_rewards import ClipSettings
-from models.config.endpoints import Endpoint
-from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
-from models.config.policy import ScratchPolicy, VisionScratchPolicy
-from models.config.reward_terms import Granularity, RewardTerm, StepAggregation
-from models.config.texts import AppendedTokens, ContinuingModel
-from models.config.training import SupervisedWarmup
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig
+from rheostat.infra.config import Fraction, Positive, Settings, Since
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.store.inputs import ModelLocation
+from rheostat.infra.variants import Variant
+from rheostat.models.config.clip_rewards import ClipSettings
+from rheostat.models.config.endpoints import Endpoint
+from rheostat.models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
+from rheostat.models.config.policy import ScratchPolicy, VisionScratchPolicy
+from rheostat.models.config.reward_terms import Granularity, RewardTerm, StepAggregation
+from rheostat.models.config.texts import AppendedTokens, ContinuingModel
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig
 
 
 # ---- models behind rewards
 class ServedModel(Variant):
     """Fields common to all models that compute rewards (judges and reward models). `implementation` names a
-    `models.modeling.initial.ServedModelWriter`, which writes the model into the run."""
+    `rheostat.models.modeling.initial.ServedModelWriter`, which writes the model into the run."""
 
-    implementation = "models.modeling.initial:refuse_to_write"
+    implementation = "rheostat.models.modeling.initial:refuse_to_write"
     inspection: ClassVar[str]
-    """Import path `pkg.mod:function` of a `models.inspection.other_models.ServedModelCheck`, which checks the model
-    before the run starts. Not defined for models that the run neither builds nor copies."""
+    """Import path `pkg.mod:function` of a `rheostat.models.inspection.other_models.ServedModelCheck`, which checks the
+    model before the run starts. Not defined for models that the run neither builds nor copies."""
     training: ClassVar[str | None] = None
-    """Import path `pkg.mod:function` of a `models.records.training_orders.TrainingOrder`, which returns the work unit
-    for training the model. None if the run does not train the model."""
+    """Import path `pkg.mod:function` of a `rheostat.models.records.training_orders.TrainingOrder`, which returns the
+    work unit for training the model. None if the run does not train the model."""
 
     @property
     def begins_as_policy(self) -> bool:
@@ -50,8 +50,8 @@ class DirectoryJudge(AppendedTokens, JudgeModel):
     """Judge loaded from a causal language model directory in Hugging Face format. The run stores a copy of the
     directory."""
 
-    implementation = "models.modeling.initial:write_judge"
-    inspection = "models.inspection.other_models:check_directory_judge"
+    implementation = "rheostat.models.modeling.initial:write_judge"
+    inspection = "rheostat.models.inspection.other_models:check_directory_judge"
 
     kind: Literal["directory"] = "directory"
     path: ModelLocation
@@ -70,9 +70,9 @@ class TrainedJudge(JudgeModel):
     """Small judge that the run trains before the first iteration, on correct and wrong completions of the data's
     problems."""
 
-    implementation = "models.modeling.initial:write_trained_judge"
-    inspection = "models.inspection.other_models:check_trained_judge"
-    training = "models.records.training_orders:order_judge_warmup"
+    implementation = "rheostat.models.modeling.initial:write_trained_judge"
+    inspection = "rheostat.models.inspection.other_models:check_trained_judge"
+    training = "rheostat.models.records.training_orders:order_judge_warmup"
     uses_chat_template = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
@@ -124,7 +124,7 @@ class Canaries(Settings):
 class JudgeReward(RewardTerm):
     """Reward computed from the verdict of a language model that rates completions (judge)."""
 
-    implementation = "models.workers.judge:JudgeWorker"
+    implementation = "rheostat.models.workers.judge:JudgeWorker"
     example = '{ kind = "judge", model = { kind = "directory", path = "models/judge" } }'
 
     kind: Literal["judge"] = "judge"
@@ -242,8 +242,8 @@ class DirectoryRewardModel(ServedModel):
     """Reward model loaded from a directory in Hugging Face format: a sequence classifier with one output. The run
     stores a copy of the directory."""
 
-    implementation = "models.modeling.initial:write_reward_model"
-    inspection = "models.inspection.other_models:check_directory_reward_model"
+    implementation = "rheostat.models.modeling.initial:write_reward_model"
+    inspection = "rheostat.models.inspection.other_models:check_directory_reward_model"
 
     kind: Literal["directory"] = "directory"
     path: ModelLocation
@@ -254,7 +254,7 @@ class TrainedRewardModel(ServedModel):
     """Reward model that the run trains on its preference pairs (Bradley and Terry, 1952). Training starts from the
     initial policy with a one-output head."""
 
-    training = "models.records.training_orders:order_reward_model_training"
+    training = "rheostat.models.records.training_orders:order_reward_model_training"
 
     kind: Literal["trained"] = "trained"
     steps: Positive = 600
@@ -281,9 +281,10 @@ class HostedModelReward(RewardTerm):
     """Fields common to rewards of discriminative models, which run in worker slots and compute one score for each
     completion."""
 
-    implementation = "models.workers.reward_model:RewardModelWorker"
+    implementation = "rheostat.models.workers.reward_model:RewardModelWorker"
     scorer: ClassVar[str]
-    """Import path `pkg.mod:Class` of the `models.workers.reward_model.CompletionScorer` that runs the model."""
+    """Import path `pkg.mod:Class` of the `rheostat.models.workers.reward_model.CompletionScorer` that runs the
+    model."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
@@ -310,7 +311,7 @@ class HostedModelReward(RewardTerm):
 class ModelReward(HostedModelReward):
     """Reward computed by a reward model: a sequence classifier with one output."""
 
-    scorer = "models.workers.reward_model:TextScorer"
+    scorer = "rheostat.models.workers.reward_model:TextScorer"
     example = '{ kind = "model", model = { kind = "directory", path = "models/reward" } }'
 
     kind: Literal["model"] = "model"
@@ -338,8 +339,8 @@ class ModelReward(HostedModelReward):
 class ClipModel(ClipSettings, ServedModel):
     """CLIP model that is loaded from a directory. The run stores a copy of the model and of its head."""
 
-    implementation = "models.rewards.clip:write_clip_model"
-    inspection = "models.inspection.other_models:check_clip_model"
+    implementation = "rheostat.models.rewards.clip:write_clip_model"
+    inspection = "rheostat.models.inspection.other_models:check_clip_model"
 
     kind: Literal["directory"] = "directory"
 
@@ -348,7 +349,7 @@ class ClipModelReward(HostedModelReward):
     """Score of the last generated picture by a CLIP model in worker slots, with the same settings as the reward `clip`.
     If the slots have GPUs, the model runs on a GPU."""
 
-    scorer = "models.rewards.clip:PictureScorer"
+    scorer = "rheostat.models.rewards.clip:PictureScorer"
     example = '{ kind = "clip_model", model = { path = "models/pickscore", value = "logit" } }'
 
     kind: Literal["clip_model"] = "clip_model"

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
-from infra.errors import BadInput
-from infra.plugins import nearest_name
-from models.config.outline import ModelOutline
+from rheostat.infra.config import Positive, Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import nearest_name
+from rheostat.models.config.outline import ModelOutline
 
 
 class LoraConfig(Settings):

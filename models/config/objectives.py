@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Positive, Settings, Since
-from infra.errors import BadInput
-from infra.variants import OneOf, Target, Variant
-from models.config.attention import KERNELS, Attention
-from models.config.divergence import Kl, KlPenalty, NoKl
-from models.config.lora import LoraConfig
-from models.config.optimizers import AdamW, OptimizerConfig
-from models.config.policy import ModelShape
+from rheostat.infra.config import Positive, Settings, Since
+from rheostat.infra.errors import BadInput
+from rheostat.infra.variants import OneOf, Target, Variant
+from rheostat.models.config.attention import KERNELS, Attention
+from rheostat.models.config.divergence import Kl, KlPenalty, NoKl
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.optimizers import AdamW, OptimizerConfig
+from rheostat.models.config.policy import ModelShape
 
 if TYPE_CHECKING:
-    from models.config.job import Job
+    from rheostat.models.config.job import Job
 
 MAX_LOG_RATIO: Final = 20.0
 """Bound to which log-ratios are clipped before exp. e^20 = 4.9e8 is finite, and its product with 0 is 0."""
@@ -64,7 +64,8 @@ Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discrimin
 
 # ---- losses
 class PolicyLoss(Variant):
-    """Fields common to all policy losses. `implementation` names a `models.objectives.loss_inputs.LossFunction`."""
+    """Fields common to all policy losses. `implementation` names a
+    `rheostat.models.objectives.loss_inputs.LossFunction`."""
 
     compares_sequences: ClassVar[bool] = False
     """Whether the probability ratio is computed once for a whole completion instead of once for each token."""
@@ -84,7 +85,7 @@ class PpoClip(PolicyLoss):
     """Clipped surrogate loss (PPO, arXiv 1707.06347) with separate bounds above and below 1 (clip-higher, DAPO,
     2503.14476)."""
 
-    implementation = "models.objectives.losses:ppo_clip"
+    implementation = "rheostat.models.objectives.losses:ppo_clip"
     gradient_by_token = True
 
     kind: Literal["ppo_clip"] = "ppo_clip"
@@ -108,7 +109,7 @@ class PpoClip(PolicyLoss):
 class Gspo(PolicyLoss):
     """Clipped probability ratio of whole sequences, exp(mean token log-ratio) (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
 
-    implementation = "models.objectives.losses:gspo"
+    implementation = "rheostat.models.objectives.losses:gspo"
     compares_sequences = True
 
     kind: Literal["gspo"] = "gspo"
@@ -133,7 +134,7 @@ class Cispo(PolicyLoss):
     """Log-prob x advantage, weighted by a clipped importance weight without gradient (CISPO, arXiv 2506.13585, eq.
     4)."""
 
-    implementation = "models.objectives.losses:cispo"
+    implementation = "rheostat.models.objectives.losses:cispo"
     gradient_by_token = True
 
     kind: Literal["cispo"] = "cispo"
@@ -146,7 +147,7 @@ class Cispo(PolicyLoss):
 class PolicyGradient(PolicyLoss):
     """Log-prob times advantage (REINFORCE) without clipping. Use only one optimizer step per iteration."""
 
-    implementation = "models.objectives.losses:policy_gradient"
+    implementation = "rheostat.models.objectives.losses:policy_gradient"
     gradient_by_token = True
 
     kind: Literal["policy_gradient"] = "policy_gradient"
@@ -163,7 +164,8 @@ class PolicyGradient(PolicyLoss):
 
 
 class TargetLoss(Target):
-    """User-defined loss: a subclass of `models.config.objectives.PolicyLoss` (see "Extending" in the documentation)."""
+    """User-defined loss: a subclass of `rheostat.models.config.objectives.PolicyLoss` (see "Extending" in the
+    documentation)."""
 
 
 LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
@@ -172,7 +174,7 @@ LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, 
 # ---- the mismatch between engine and trainer
 class Correction(Variant):
     """Fields common to all importance corrections (of the difference between engine and trainer). `implementation`
-    names a `models.objectives.importance.CorrectionFunction`."""
+    names a `rheostat.models.objectives.importance.CorrectionFunction`."""
 
     compares_with_trainer: ClassVar[bool] = True
     """Whether the trainer computes the log-probs of the policy before the update (old log-probs). If not, the log-probs
@@ -182,7 +184,7 @@ class Correction(Variant):
 class NoCorrection(Correction):
     """No correction: the engine's log-probs are used as old log-probs. The mismatch is still measured."""
 
-    implementation = "models.objectives.importance:uncorrected"
+    implementation = "rheostat.models.objectives.importance:uncorrected"
     compares_with_trainer = False
 
     kind: Literal["none"] = "none"
@@ -195,7 +197,7 @@ class TruncatedImportance(Correction):
     rounding: with the transformers engine in float32, an update in float32, and no stale tokens.
     """
 
-    implementation = "models.objectives.importance:truncated"
+    implementation = "rheostat.models.objectives.importance:truncated"
 
     kind: Literal["truncated"] = "truncated"
     cap: Annotated[float, Field(ge=1)] = 2.0
@@ -206,7 +208,7 @@ class MaskedImportance(Correction):
     """Loss weighted by π_old / π_behavior, or by 0 if this ratio is not between `low` and `high`. The trainer computes
     π_old, and π_behavior is the probability that the engine recorded."""
 
-    implementation = "models.objectives.importance:masked"
+    implementation = "rheostat.models.objectives.importance:masked"
 
     kind: Literal["masked"] = "masked"
     low: Annotated[float, Field(ge=0, lt=1)] = 0.5

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.variants import Variant
+from rheostat.infra.variants import Variant
 
 if TYPE_CHECKING:
-    from models.config.objectives import UpdateConfig
+    from rheostat.models.config.objectives import UpdateConfig
 
 
 class Optimizer(Variant):
-    """Fields common to all optimizers. `implementation` names a `models.training.optimizers.OptimizerFunction`."""
+    """Fields common to all optimizers. `implementation` names a
+    `rheostat.models.training.optimizers.OptimizerFunction`."""
 
     highest_zero_stage: ClassVar[int] = 3
     """Highest ZeRO stage that the optimizer supports. In higher stages each rank stores only a part of the data that a
@@ -55,7 +56,7 @@ class Optimizer(Variant):
 class AdamW(Optimizer):
     """Adam optimizer with decoupled weight decay (arXiv 1711.05101)."""
 
-    implementation = "models.training.optimizers:adamw"
+    implementation = "rheostat.models.training.optimizers:adamw"
 
     kind: Literal["adamw"] = "adamw"
 
@@ -69,7 +70,7 @@ class Muon(Optimizer):
     matrices, so it requires ZeRO stage 0 and float32.
     """
 
-    implementation = "models.training.optimizers:muon"
+    implementation = "rheostat.models.training.optimizers:muon"
     highest_zero_stage = 0
 
     kind: Literal["muon"] = "muon"
@@ -85,7 +86,7 @@ class Adam8bit(Optimizer):
     stage, because the blocks of a rank begin where its part of the values begins.
     """
 
-    implementation = "models.training.optimizers:adam8bit"
+    implementation = "rheostat.models.training.optimizers:adam8bit"
     highest_zero_stage = 2
     state_bytes = 2 + 8 / 256
     package = ("bitsandbytes", "bitsandbytes>=0.50,<1")

@@ -7,22 +7,22 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Positive, Settings, Since
-from infra.errors import BadInput
-from infra.renamed import RenamedFrom, RenamedValue
-from infra.store.inputs import ModelLocation
-from infra.variants import Variant
-from models.config.context import LongropeScale
+from rheostat.infra.config import Positive, Settings, Since
+from rheostat.infra.errors import BadInput
+from rheostat.infra.renamed import RenamedFrom, RenamedValue
+from rheostat.infra.store.inputs import ModelLocation
+from rheostat.infra.variants import Variant
+from rheostat.models.config.context import LongropeScale
 
 
 # ---- policy
 class PolicySource(Variant):
     """Fields common to all sources of an initial policy. `implementation` names a
-    `models.modeling.initial.PolicyWriter`, which writes the policy into the run."""
+    `rheostat.models.modeling.initial.PolicyWriter`, which writes the policy into the run."""
 
     inspection: ClassVar[str]
-    """Import path of a `models.inspection.directory.Inspection`, which reads the policy's properties before a run
-    begins."""
+    """Import path of a `rheostat.models.inspection.directory.Inspection`, which reads the policy's properties before a
+    run begins."""
     brings_tokens: ClassVar[bool] = False
     """Whether the policy comes with a tokenizer. If not, a tokenizer is trained on the data."""
     generates_images: ClassVar[bool] = False
@@ -43,8 +43,8 @@ class PolicySource(Variant):
 class ScratchPolicy(PolicySource):
     """Small decoder with random weights, and a byte-level BPE tokenizer trained on the data's text."""
 
-    implementation = "models.modeling.initial:write_scratch"
-    inspection = "models.inspection.directory:inspect_scratch"
+    implementation = "rheostat.models.modeling.initial:write_scratch"
+    inspection = "rheostat.models.inspection.directory:inspect_scratch"
 
     kind: Literal["scratch"] = "scratch"
     architecture: Literal["llama", "qwen3"] = "llama"
@@ -127,8 +127,8 @@ class VisionScratchPolicy(PolicySource):
     """Small vision-language policy with random weights: Idefics3's vision tower, and a decoder as in `kind =
     "scratch"`."""
 
-    implementation = "models.modeling.initial:write_vision_scratch"
-    inspection = "models.inspection.directory:inspect_vision_scratch"
+    implementation = "rheostat.models.modeling.initial:write_vision_scratch"
+    inspection = "rheostat.models.inspection.directory:inspect_vision_scratch"
 
     kind: Annotated[Literal["scratch_vision"], RenamedValue("seeing_scratch", "scratch_vision")] = "scratch_vision"
     tower: ScratchTower = ScratchTower()
@@ -155,8 +155,8 @@ class VisionScratchPolicy(PolicySource):
 class DirectoryPolicy(PolicySource):
     """Causal language model or vision-language model, loaded from a directory in Hugging Face format."""
 
-    implementation = "models.modeling.initial:write_import"
-    inspection = "models.inspection.directory:inspect_import"
+    implementation = "rheostat.models.modeling.initial:write_import"
+    inspection = "rheostat.models.inspection.directory:inspect_import"
     brings_tokens = True
 
     kind: Literal["directory"] = "directory"
@@ -197,8 +197,8 @@ class MergePolicy(PolicySource):
     """Merge of policies: weighted sum of the tensors of several policies with the same architecture and tokenizer,
     computed in float32."""
 
-    implementation = "models.modeling.initial:write_merged_policy"
-    inspection = "models.inspection.directory:inspect_merge"
+    implementation = "rheostat.models.modeling.initial:write_merged_policy"
+    inspection = "rheostat.models.inspection.directory:inspect_merge"
     brings_tokens = True
 
     kind: Literal["merge"] = "merge"
@@ -222,8 +222,8 @@ class DiffusionPolicy(PolicySource):
     Only the denoiser is trained. Text encoders and VAE are frozen.
     """
 
-    implementation = "models.denoising.policy:write_diffusion"
-    inspection = "models.denoising.policy:inspect_diffusion"
+    implementation = "rheostat.models.denoising.policy:write_diffusion"
+    inspection = "rheostat.models.denoising.policy:inspect_diffusion"
     brings_tokens = True
     generates_images = True
 
@@ -236,8 +236,8 @@ class ScratchDiffusionPolicy(PolicySource):
     """Small text-to-image policy with random weights: the transformer of Stable Diffusion 3, on pixels instead of
     latents."""
 
-    implementation = "models.denoising.policy:write_scratch_diffusion"
-    inspection = "models.denoising.policy:inspect_scratch_diffusion"
+    implementation = "rheostat.models.denoising.policy:write_scratch_diffusion"
+    inspection = "rheostat.models.denoising.policy:inspect_scratch_diffusion"
     generates_images = True
 
     kind: Literal["scratch_diffusion"] = "scratch_diffusion"

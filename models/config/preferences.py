@@ -5,22 +5,22 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Since
-from infra.store.inputs import DataLocation
-from infra.variants import Variant
-from models.config.chat_files import ChatFile
-from models.config.data import DataSource
-from models.config.file_rules import DropReason, FileRules
-from models.config.hub_datasets import HubDatasetChoice
+from rheostat.infra.config import Positive, Since
+from rheostat.infra.store.inputs import DataLocation
+from rheostat.infra.variants import Variant
+from rheostat.models.config.chat_files import ChatFile
+from rheostat.models.config.data import DataSource
+from rheostat.models.config.file_rules import DropReason, FileRules
+from rheostat.models.config.hub_datasets import HubDatasetChoice
 
 
 class Preferences(Variant):
     """Fields common to all sources of preference pairs (a better and a worse completion of the same prompt).
-    `implementation` names a `models.data.preferences.PreferenceSource`."""
+    `implementation` names a `rheostat.models.data.preferences.PreferenceSource`."""
 
     reading_reporter: ClassVar[str] = ""
-    """Import path `pkg.mod:function` of a `models.data.reading.ReadingReporter`, which reports how this source reads
-    its files. Empty if the source reads no files."""
+    """Import path `pkg.mod:function` of a `rheostat.models.data.reading.ReadingReporter`, which reports how this source
+    reads its files. Empty if the source reads no files."""
 
     @property
     def drops_long_pairs(self) -> bool:
@@ -35,7 +35,7 @@ class Preferences(Variant):
 class ArithmeticPreferences(Preferences):
     """Pairs built from arithmetic problems: the better completion is correct, the worse one is wrong."""
 
-    implementation = "models.data.preferences:arithmetic_preferences"
+    implementation = "rheostat.models.data.preferences:arithmetic_preferences"
 
     kind: Literal["arithmetic"] = "arithmetic"
     train_pairs: Positive = 8192
@@ -56,8 +56,8 @@ class ArithmeticPreferences(Preferences):
 class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
     """Preference pairs read from a file or from a folder of files."""
 
-    implementation = "models.data.preferences:file_preferences"
-    reading_reporter = "models.data.preferences:report_file"
+    implementation = "rheostat.models.data.preferences:file_preferences"
+    reading_reporter = "rheostat.models.data.preferences:report_file"
 
     kind: Literal["file"] = "file"
     path: DataLocation

@@ -10,15 +10,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Settings
-from infra.counts import format_count
-from infra.renamed import RenamedFrom
-from infra.validation_errors import nearest
-from models.config.data import ArithmeticData, DataConfig
-from models.config.policy import PolicyConfig
-from models.config.reward_terms import NumericReward
-from models.config.rewards import RewardConfig, ScoringConfig
-from models.config.training import HeldoutConfig
+from rheostat.infra.config import Fraction, Positive, Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.data import ArithmeticData, DataConfig
+from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.reward_terms import NumericReward
+from rheostat.models.config.rewards import RewardConfig, ScoringConfig
+from rheostat.models.config.training import HeldoutConfig
 
 MIN_PROBLEMS = 30
 """Minimum number of problems in a suite. With fewer problems, the confidence bounds of the gate are not reliable."""

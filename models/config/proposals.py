@@ -1,6 +1,6 @@
 """Request for the proposal of a job, and the proposal, which two processes exchange. Torch-free."""
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 
 class ProposalRequest(Settings):

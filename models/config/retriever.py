@@ -6,11 +6,11 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from infra.config import PoolsConfig, Positive, Settings, encode_recorded
-from infra.store.inputs import DataLocation, ModelLocation, PathNames
-from infra.variants import Variant
-from models.config.file_rules import FileRules
-from models.config.hub_datasets import HubDatasetChoice
+from rheostat.infra.config import PoolsConfig, Positive, Settings, encode_recorded
+from rheostat.infra.store.inputs import DataLocation, ModelLocation, PathNames
+from rheostat.infra.variants import Variant
+from rheostat.models.config.file_rules import FileRules
+from rheostat.models.config.hub_datasets import HubDatasetChoice
 
 RETRIEVERS: Final = "retrievers"
 """Name of the folder in a store that contains the trained retrievers, next to the runs."""
@@ -20,14 +20,14 @@ Terms = Literal["dual", "self-distillation", "cascade"]
 
 class PairSource(Variant):
     """Fields common to all sources of training pairs for a retriever (a query, and a passage that answers it).
-    `implementation` names a `models.retrieval.pairs.PairFactory`."""
+    `implementation` names a `rheostat.models.retrieval.pairs.PairFactory`."""
 
 
 class TemplatedPairs(PairSource):
     """Pairs generated from a seed. Each passage describes a fact with five attributes, and its query mentions four of
     these attributes by synonyms."""
 
-    implementation = "models.retrieval.pairs:templated_pairs"
+    implementation = "rheostat.models.retrieval.pairs:templated_pairs"
 
     kind: Literal["templated"] = "templated"
     facts: Annotated[int, Field(ge=100, le=20_000)] = 2000
@@ -38,7 +38,7 @@ class PairFile(HubDatasetChoice, FileRules, PairSource):
     """Pairs from a JSON, CSV, Parquet or Arrow file. The passages of all rows are the corpus in which the retriever
     searches."""
 
-    implementation = "models.retrieval.pairs:file_pairs"
+    implementation = "rheostat.models.retrieval.pairs:file_pairs"
 
     kind: Literal["file"] = "file"
     path: DataLocation

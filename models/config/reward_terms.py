@@ -13,12 +13,12 @@ from pydantic import (
     model_serializer,
 )
 
-from infra.config import Settings, Since
-from infra.demos import FORMER_REWARD_KINDS
-from infra.plugins import present_target
-from infra.processes.functions import RunFunction
-from infra.store.inputs import ModelLocation, Program
-from infra.variants import ImportString, Variant
+from rheostat.infra.config import Settings, Since
+from rheostat.infra.demos import FORMER_REWARD_KINDS
+from rheostat.infra.plugins import present_target
+from rheostat.infra.processes.functions import RunFunction
+from rheostat.infra.store.inputs import ModelLocation, Program
+from rheostat.infra.variants import ImportString, Variant
 
 Granularity = Literal["completion", "step", "token", "turn"]
 
@@ -138,7 +138,7 @@ class RuleReward(RewardTerm, ABC):
 
 class BuiltInReward(RuleReward):
     """Fields common to all reward functions that ship with Rheostat. `implementation` names a
-    `models.rewards.rules.RewardMaker`."""
+    `rheostat.models.rewards.rules.RewardMaker`."""
 
     checks_references: ClassVar[bool] = False
     """Whether the function raises ValueError for a reference answer with which it cannot compare a completion. If so,
@@ -154,14 +154,14 @@ class BuiltInReward(RuleReward):
         """Description of this reward's function. The process that calls it builds it from these settings."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
-            "models.rewards.rules:load_reward", where=f"the {self.label} reward", options=settings, made=True
+            "rheostat.models.rewards.rules:load_reward", where=f"the {self.label} reward", options=settings, made=True
         )
 
 
 class NumericReward(BuiltInReward):
     """Reward of 1 if the number in the completion equals the number in the reference answer, else 0."""
 
-    implementation = "models.rewards.rules:numeric_reward"
+    implementation = "rheostat.models.rewards.rules:numeric_reward"
     checks_references = True
     example = '{ kind = "numeric" }'
 
@@ -181,7 +181,7 @@ class MathReward(BuiltInReward):
     evaluated, such as 9^(9^9), are equal only if they are written identically.
     """
 
-    implementation = "models.rewards.mathematics:math_reward"
+    implementation = "rheostat.models.rewards.mathematics:math_reward"
     checks_references = True
     example = '{ kind = "math" }'
 
@@ -194,7 +194,7 @@ class MathReward(BuiltInReward):
 class RegexReward(BuiltInReward):
     """Reward of 1 if a regular expression matches somewhere in the completion, else 0."""
 
-    implementation = "models.rewards.rules:pattern_reward"
+    implementation = "rheostat.models.rewards.rules:pattern_reward"
     example = '{ kind = "regex", pattern = "<think>.+</think>" }'
 
     kind: Literal["regex"] = "regex"
@@ -206,7 +206,7 @@ class SimilarityReward(BuiltInReward):
     """Cosine similarity, from -1 to 1, between the embeddings of the completion and of the reference answer. A
     retriever computes the embeddings (docs/retrieval.md)."""
 
-    implementation = "models.rewards.similarity:similarity_reward"
+    implementation = "rheostat.models.rewards.similarity:similarity_reward"
     example = '{ kind = "similarity", retriever = "models/retriever" }'
 
     kind: Literal["similarity"] = "similarity"

@@ -4,11 +4,11 @@ from typing import Annotated, Final, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Settings
-from infra.store.inputs import Program
-from models.config.clip_rewards import ClipReward
-from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
-from models.config.reward_terms import (
+from rheostat.infra.config import Fraction, Settings
+from rheostat.infra.store.inputs import Program
+from rheostat.models.config.clip_rewards import ClipReward
+from rheostat.models.config.judges import ModelReward, ServedReward, TrainedRewardModel
+from rheostat.models.config.reward_terms import (
     BuiltInReward,
     CodeReward,
     EnvironmentReward,
@@ -20,7 +20,7 @@ from models.config.reward_terms import (
     SimilarityReward,
     TargetReward,
 )
-from models.config.text_rewards import TextReward
+from rheostat.models.config.text_rewards import TextReward
 
 BuiltInConfig = NumericReward | MathReward | RegexReward | TextReward | SimilarityReward | ClipReward
 

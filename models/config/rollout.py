@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings, Since
-from infra.renamed import RenamedValue
-from models.config.denoising import DenoisingConfig
-from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
-from models.config.environments import EnvironmentConfig
+from rheostat.infra.config import Positive, Settings, Since
+from rheostat.infra.renamed import RenamedValue
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
+from rheostat.models.config.environments import EnvironmentConfig
 
 
 class DynamicSampling(Settings):

@@ -6,11 +6,11 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Positive, Settings
-from infra.validation_errors import nearest
-from models.config.data import DataSource
-from models.config.objectives import UpdateConfig
-from models.config.rewards import ScoringConfig
+from rheostat.infra.config import Positive, Settings
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.data import DataSource
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.rewards import ScoringConfig
 
 SoupMethod = Literal["bone", "direct", "rewarded", "oracle"]
 

@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.config import Settings
-from infra.store.inputs import ModelLocation
-from infra.variants import Variant
-from models.config.endpoints import Endpoint
+from rheostat.infra.config import Settings
+from rheostat.infra.store.inputs import ModelLocation
+from rheostat.infra.variants import Variant
+from rheostat.models.config.endpoints import Endpoint
 
 if TYPE_CHECKING:
-    from models.config.job import Job
+    from rheostat.models.config.job import Job
 
 
 class Teacher(Variant):
     """Fields common to all teachers (models whose log-probs the policy is trained to match)."""
 
     inspection: ClassVar[str]
-    """Import path `pkg.mod:function` of a `models.inspection.other_models.TeacherCheck`, which checks the teacher
-    before a run begins."""
+    """Import path `pkg.mod:function` of a `rheostat.models.inspection.other_models.TeacherCheck`, which checks the
+    teacher before a run begins."""
 
     @property
     def local_model(self) -> "TeacherDirectory | None":
@@ -40,7 +40,7 @@ class TeacherDirectory(Teacher):
     """Teacher loaded from a causal language model directory. The teacher must have the policy's tokenizer. The run
     stores a copy of the directory."""
 
-    inspection = "models.inspection.other_models:check_teacher_directory"
+    inspection = "rheostat.models.inspection.other_models:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
     path: ModelLocation
@@ -56,7 +56,7 @@ class TeacherEndpoint(Endpoint, Teacher):
     """Teacher on a vLLM server that returns log-probs of given token ids (`prompt_logprobs`). It must have the policy's
     tokenizer."""
 
-    inspection = "models.inspection.other_models:check_teacher_endpoint"
+    inspection = "rheostat.models.inspection.other_models:check_teacher_endpoint"
 
     kind: Literal["endpoint"] = "endpoint"
 

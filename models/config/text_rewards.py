@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from models.config.reward_terms import BuiltInReward
+from rheostat.models.config.reward_terms import BuiltInReward
 
 
 class ReferenceReward(BuiltInReward):
@@ -31,7 +31,7 @@ class GradedReferenceReward(ReferenceReward):
 class ExactMatchReward(ReferenceReward):
     """Reward of 1 if the completion equals the reference answer, else 0. White space at both ends is ignored."""
 
-    implementation = "models.rewards.references:exact_match_reward"
+    implementation = "rheostat.models.rewards.references:exact_match_reward"
     example = '{ kind = "exact_match", normalize = "squad" }'
 
     kind: Literal["exact_match"] = "exact_match"
@@ -44,7 +44,7 @@ class F1Reward(GradedReferenceReward):
     """F1 score, from 0 to 1, of the words that the completion has in common with the reference, like the evaluation of
     SQuAD (arXiv 1606.05250). Letter case, punctuation and English articles are ignored."""
 
-    implementation = "models.rewards.references:f1_reward"
+    implementation = "rheostat.models.rewards.references:f1_reward"
     example = '{ kind = "f1", reference_separator = " ||| " }'
 
     kind: Literal["f1"] = "f1"
@@ -54,7 +54,7 @@ class RougeReward(GradedReferenceReward):
     """ROUGE score of the completion against the reference, from 0 to 1, computed by the package rouge-score (Lin 2004).
     Requires `pip install 'rheostat[texts]'`."""
 
-    implementation = "models.rewards.references:rouge_reward"
+    implementation = "rheostat.models.rewards.references:rouge_reward"
     example = '{ kind = "rouge", variant = "rougeL" }'
 
     kind: Literal["rouge"] = "rouge"
@@ -75,7 +75,7 @@ class BleuReward(GradedReferenceReward):
     A completion with fewer than 4 words is compared by the longest word sequences that it has.
     """
 
-    implementation = "models.rewards.references:bleu_reward"
+    implementation = "rheostat.models.rewards.references:bleu_reward"
     example = '{ kind = "bleu" }'
 
     kind: Literal["bleu"] = "bleu"
@@ -91,7 +91,7 @@ class JsonSchemaReward(BuiltInReward):
     repeated key of an object counts as invalid JSON.
     """
 
-    implementation = "models.rewards.formats:json_schema_reward"
+    implementation = "rheostat.models.rewards.formats:json_schema_reward"
     checks_references = True
     example = '{ kind = "json_schema", json_schema = { type = "object", required = ["name"] } }'
 
@@ -105,7 +105,7 @@ class LengthReward(BuiltInReward):
     """Reward of 1 if the length of the completion is within the limits. Beyond the limits the reward falls linearly,
     and is 0 at a distance of `margin`."""
 
-    implementation = "models.rewards.formats:length_reward"
+    implementation = "rheostat.models.rewards.formats:length_reward"
     example = '{ kind = "length", max_length = 200, margin = 100 }'
 
     kind: Literal["length"] = "length"
@@ -143,7 +143,7 @@ class RepetitionReward(BuiltInReward):
     """Share of distinct word sequences among all word sequences of the completion, from 0 to 1 (distinct-n, arXiv
     1510.03055). Repeated text lowers the score. A completion that is shorter than one sequence gets 1."""
 
-    implementation = "models.rewards.formats:repetition_reward"
+    implementation = "rheostat.models.rewards.formats:repetition_reward"
     example = '{ kind = "repetition", words = 4, weight = 0.2 }'
 
     kind: Literal["repetition"] = "repetition"
@@ -160,7 +160,7 @@ class LanguageReward(BuiltInReward):
     """Reward of 1 if the completion is in the wanted language, else 0. The package py3langid detects the language.
     Requires `pip install 'rheostat[texts]'`. A completion without letters gets 0."""
 
-    implementation = "models.rewards.formats:language_reward"
+    implementation = "rheostat.models.rewards.formats:language_reward"
     checks_references = True
     example = '{ kind = "language", language = "en" }'
 
@@ -179,7 +179,7 @@ class IfevalReward(BuiltInReward):
     'rheostat[texts]'`.
     """
 
-    implementation = "models.rewards.ifeval:ifeval_reward"
+    implementation = "rheostat.models.rewards.ifeval:ifeval_reward"
     checks_references = True
     example = '{ kind = "ifeval", score = "all" }'
 

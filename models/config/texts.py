@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal, NamedTuple
 
-from infra.config import Settings, Since
+from rheostat.infra.config import Settings, Since
 
 
 class TextRules(NamedTuple):

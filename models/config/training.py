@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.config import Fraction, Positive, Settings, Since
-from infra.counts import format_count
-from infra.renamed import RenamedFrom
-from infra.store.inputs import DataLocation, Location
-from models.config.chat_files import ChatColumns
-from models.config.denoising import DenoisingConfig
-from models.config.file_rules import FileRules
-from models.config.hub_datasets import HubDatasetChoice
+from rheostat.infra.config import Fraction, Positive, Settings, Since
+from rheostat.infra.counts import format_count
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.store.inputs import DataLocation, Location
+from rheostat.models.config.chat_files import ChatColumns
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.file_rules import FileRules
+from rheostat.models.config.hub_datasets import HubDatasetChoice
 
 TrainedTurns = Literal["assistant", "last", "completion", "all"]
 
@@ -39,7 +39,7 @@ class SupervisedWarmup(Settings):
 class ChatTraining(HubDatasetChoice, ChatColumns, FileRules):
     """Chats from a file on which warm-up trains the policy (SFT), instead of on the answers of the problems."""
 
-    referenced_files: ClassVar[str] = "models.data.image_files:image_files"
+    referenced_files: ClassVar[str] = "rheostat.models.data.image_files:image_files"
     """Import path `pkg.mod:function` that yields the paths of the image files that the rows of the file name."""
 
     path: DataLocation

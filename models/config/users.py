@@ -5,23 +5,23 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.store.inputs import ModelLocation
-from infra.variants import Variant
-from models.config.endpoints import Endpoint
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.policy import ScratchPolicy
-from models.config.texts import RULES_BEFORE, AppendedTokens, TextRules
-from models.config.training import SupervisedWarmup
+from rheostat.infra.store.inputs import ModelLocation
+from rheostat.infra.variants import Variant
+from rheostat.models.config.endpoints import Endpoint
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.config.texts import RULES_BEFORE, AppendedTokens, TextRules
+from rheostat.models.config.training import SupervisedWarmup
 
 
 class UserModel(Variant):
     """Fields common to all simulated users (models that play the user in a dialogue). `implementation` names a
-    `models.modeling.initial.UserWriter`, which writes the model into the run."""
+    `rheostat.models.modeling.initial.UserWriter`, which writes the model into the run."""
 
-    implementation = "models.modeling.initial:refuse_to_write_user"
-    inspection: ClassVar[str] = "models.inspection.users:check_endpoint_user"
-    """Import path `pkg.mod:function` of a `models.inspection.users.UserCheck`, which checks the model before a run
-    begins."""
+    implementation = "rheostat.models.modeling.initial:refuse_to_write_user"
+    inspection: ClassVar[str] = "rheostat.models.inspection.users:check_endpoint_user"
+    """Import path `pkg.mod:function` of a `rheostat.models.inspection.users.UserCheck`, which checks the model before a
+    run begins."""
     uses_chat_template: ClassVar[bool] = True
     """Whether the dialogue is formatted with the model's chat template if the model has one. If false, the model always
     receives plain text."""
@@ -55,8 +55,8 @@ class DirectoryUser(AppendedTokens, UserModel):
     """Simulated user loaded from a causal language model directory in Hugging Face format. The run stores a copy of the
     directory."""
 
-    implementation = "models.modeling.initial:copy_user"
-    inspection = "models.inspection.users:check_directory_user"
+    implementation = "rheostat.models.modeling.initial:copy_user"
+    inspection = "rheostat.models.inspection.users:check_directory_user"
 
     kind: Literal["directory"] = "directory"
     path: ModelLocation
@@ -80,8 +80,8 @@ class TrainedUser(UserModel):
     """Simulated user that the run trains: a small model, trained on the user's replies in the worked episodes (example
     dialogues) of the data."""
 
-    implementation = "models.modeling.initial:build_user"
-    inspection = "models.inspection.users:check_trained_user"
+    implementation = "rheostat.models.modeling.initial:build_user"
+    inspection = "rheostat.models.inspection.users:check_trained_user"
     uses_chat_template = False  # it learns from the bare text
 
     kind: Literal["trained"] = "trained"

@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Settings
-from models.config.reward_terms import BlankLines, Segmentation, StepAggregation
+from rheostat.infra.config import Settings
+from rheostat.models.config.reward_terms import BlankLines, Segmentation, StepAggregation
 
 
 class ScoreVerdict(Settings):

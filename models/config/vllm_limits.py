@@ -3,8 +3,8 @@
 import math
 from typing import Final
 
-from infra.errors import BadInput
-from models.config.policy import ModelShape
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.policy import ModelShape
 
 CPU_CACHE_GIB = 1.0
 """Default size in GiB of the KV cache of a vLLM server on a CPU."""

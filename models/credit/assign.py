@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.counts import format_count
-from infra.errors import Damaged
-from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.experience import Advantages, Experience, ScoredGroups
-from models.algorithms.ragged import group_statistics
-from models.config.algorithms import AlgorithmConfig
-from models.credit.inputs import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import Damaged
+from rheostat.models.algorithms.advantages import informative_groups, token_advantages
+from rheostat.models.algorithms.experience import Advantages, Experience, ScoredGroups
+from rheostat.models.algorithms.ragged import group_statistics
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.credit.inputs import (
     TermColumns,
     check_required_outputs,
     has_nonfinite_logprobs,
@@ -28,9 +28,9 @@ from models.credit.inputs import (
     read_auxiliary_scores,
     scored_groups,
 )
-from models.credit.selection import GroupQuota, Selection, select_groups
-from models.credit.turns import GeneratedTokens
-from models.records.columns import (
+from rheostat.models.credit.selection import GroupQuota, Selection, select_groups
+from rheostat.models.credit.turns import GeneratedTokens
+from rheostat.models.records.columns import (
     Floats,
     Integers,
     Mask,
@@ -42,9 +42,9 @@ from models.records.columns import (
     lengths_of,
     lists,
 )
-from models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
-from models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
-from models.records.turn_prompts import count_turn_prompts, split_at_prompts
+from rheostat.models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
+from rheostat.models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
+from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
 
 def build_sample_table(

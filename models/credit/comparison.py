@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard
-from models.records.columns import Floats, Integers
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.records.columns import Floats, Integers
 
 
 def read_total_rewards(store: Store, scores: Sequence[ShardRef]) -> Floats:

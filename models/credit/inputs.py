@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from infra.errors import BadInput, Damaged
-from models.algorithms.advantages import required_models
-from models.algorithms.experience import AuxiliaryScores, ScoredGroups, SpanColumns, Term
-from models.config.algorithms import AlgorithmConfig
-from models.config.rewards import ScoringConfig
-from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats, integers, lengths_of
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.models.algorithms.advantages import required_models
+from rheostat.models.algorithms.experience import AuxiliaryScores, ScoredGroups, SpanColumns, Term
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.columns import Floats, Integers, Mask, Numbers, flat, floats, integers, lengths_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from models.algorithms.advantages import groups_that_differ, informative_groups
-from models.algorithms.experience import ScoredGroups
-from models.algorithms.ragged import group_statistics
-from models.config.algorithms import AlgorithmConfig
-from models.credit.inputs import (
+from rheostat.models.algorithms.advantages import groups_that_differ, informative_groups
+from rheostat.models.algorithms.experience import ScoredGroups
+from rheostat.models.algorithms.ragged import group_statistics
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.credit.inputs import (
     TermColumns,
     has_nonfinite_logprobs,
     has_nonfinite_scores,
     read_auxiliary_scores,
     scored_groups,
 )
-from models.credit.turns import GeneratedTokens
-from models.records.columns import Integers, Mask
-from models.records.model_input import completion_lengths
+from rheostat.models.credit.turns import GeneratedTokens
+from rheostat.models.records.columns import Integers, Mask
+from rheostat.models.records.model_input import completion_lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
-from models.algorithms.experience import Advantages, AuxiliaryScores, ScoredGroups, SpanColumns
-from models.records.columns import Floats, Integers, Mask
-from models.records.model_input import completion_lengths, generated_tokens_mask
+from rheostat.models.algorithms.experience import Advantages, AuxiliaryScores, ScoredGroups, SpanColumns
+from rheostat.models.records.columns import Floats, Integers, Mask
+from rheostat.models.records.model_input import completion_lengths, generated_tokens_mask
 
 
 @dataclass(frozen=True, slots=True)

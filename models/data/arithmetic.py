@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from models.config.data import ArithmeticData
-from models.data.generated import sample_problems
-from models.data.problems import Problem
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.data.generated import sample_problems
+from rheostat.models.data.problems import Problem
 
 NAMES = ("Ana", "Ben", "Eva", "Ian", "Lea", "Max", "Tom", "Zoe")
 

@@ -6,16 +6,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from infra.errors import BadInput
-from infra.store.inputs import format_path
-from models.config.data import ProblemFile
-from models.config.preferences import FilePreferences
-from models.config.training import ChatTraining
-from models.data.messages import omit_nulls, read_messages
-from models.data.rows import peek_rows
-from models.data.shapes import Shape, first_value, name_chat, recognize
-from models.data.sharegpt import convert_turns
-from models.data.tables import describe_missing_column
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import format_path
+from rheostat.models.config.data import ProblemFile
+from rheostat.models.config.preferences import FilePreferences
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.messages import omit_nulls, read_messages
+from rheostat.models.data.rows import peek_rows
+from rheostat.models.data.shapes import Shape, first_value, name_chat, recognize
+from rheostat.models.data.sharegpt import convert_turns
+from rheostat.models.data.tables import describe_missing_column
 
 
 @dataclass(frozen=True, slots=True)

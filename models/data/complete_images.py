@@ -10,7 +10,7 @@ from typing import Final
 
 from PIL import ImageChops, ImageFile
 
-from models.vision.color_conversion import open_image
+from rheostat.models.vision.color_conversion import open_image
 
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Number of channels of a pixel, by the color type in the header of a PNG file."""

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
-from infra.config import Settings
-from infra.counts import format_count
-from models.records.seeds import derive_seed
+from rheostat.infra.config import Settings
+from rheostat.infra.counts import format_count
+from rheostat.models.records.seeds import derive_seed
 
 
 class Cursor(Settings):

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from infra.errors import BadInput, InputErrors
-from infra.store.inputs import format_path
-from models.config.file_rules import DropReason
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.store.inputs import format_path
+from rheostat.models.config.file_rules import DropReason
 
 
 def describe_empty_file(path: Path, noun: str, *, dropped: int = 0, key: str = "") -> BadInput:

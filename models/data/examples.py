@@ -4,12 +4,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from infra.errors import BadInput
-from infra.plugins import find_target
-from models.config.data import DataConfig
-from models.config.training import SupervisedWarmup
-from models.data.images import convert_image
-from models.data.problems import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.data.images import convert_image
+from rheostat.models.data.problems import (
     NO_ARGUMENTS,
     Problem,
     Prompt,

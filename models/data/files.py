@@ -12,17 +12,17 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from infra.errors import BadInput
-from models.config.data import FileData, ProblemFile
-from models.config.file_rules import DropReason
-from models.data.canonical import write_number
-from models.data.columns import find_problem_columns, split_answer
-from models.data.dropping import EmptyRow, RowErrors, describe_empty_file
-from models.data.image_files import find_image_root
-from models.data.images import read_images
-from models.data.json_rows import LongNumber
-from models.data.messages import check_marks, omit_nulls, read_prompt, read_text
-from models.data.problems import (
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData, ProblemFile
+from rheostat.models.config.file_rules import DropReason
+from rheostat.models.data.canonical import write_number
+from rheostat.models.data.columns import find_problem_columns, split_answer
+from rheostat.models.data.dropping import EmptyRow, RowErrors, describe_empty_file
+from rheostat.models.data.image_files import find_image_root
+from rheostat.models.data.images import read_images
+from rheostat.models.data.json_rows import LongNumber
+from rheostat.models.data.messages import check_marks, omit_nulls, read_prompt, read_text
+from rheostat.models.data.problems import (
     Problem,
     Prompt,
     add_system_message,
@@ -32,9 +32,9 @@ from models.data.problems import (
     fill_prompt,
     is_heldout,
 )
-from models.data.reading import ReadingReport
-from models.data.rows import find_data_files, read_rows
-from models.data.rubrics import RUBRIC, encode_rubric, parse_rubric
+from rheostat.models.data.reading import ReadingReport
+from rheostat.models.data.rows import find_data_files, read_rows
+from rheostat.models.data.rubrics import RUBRIC, encode_rubric, parse_rubric
 
 
 def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 SPLITS_FILE: Final = "dataset_dict.json"
 """File in which `DatasetDict.save_to_disk` lists the splits. Each split is a folder."""

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Final
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.data import GeneratedData
-from models.data.problems import Problem, is_heldout
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import GeneratedData
+from rheostat.models.data.problems import Problem, is_heldout
 
 HELDOUT_SHARE: Final = 0.1
 """Share of the generated problems that are held out for evaluation."""

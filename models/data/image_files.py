@@ -13,14 +13,14 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.errors import BadInput, InputErrors
-from infra.store.hub import fetch_files, resolve_commit
-from infra.store.hub_names import HubAddress, parse_hub_address
-from infra.store.inputs import format_path, is_on_hub, split_into_files
-from models.config.data import ProblemFile
-from models.config.training import ChatTraining
-from models.data.nested import find_field, find_root, has_field
-from models.data.rows import find_data_files, find_format, text_rows
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.store.hub import fetch_files, resolve_commit
+from rheostat.infra.store.hub_names import HubAddress, parse_hub_address
+from rheostat.infra.store.inputs import format_path, is_on_hub, split_into_files
+from rheostat.models.config.data import ProblemFile
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.nested import find_field, find_root, has_field
+from rheostat.models.data.rows import find_data_files, find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
 """Names of the fields with the path and the encoded bytes in the structs in which Hugging Face `datasets` stores an

@@ -1,7 +1,8 @@
 """Images of problems: read from the rows of a file and checked before training starts. Torch-free.
 
-The encoded bytes are stored unchanged, except of images that need a conversion (`models.vision.color_conversion`).
-Otherwise only the header is used. Pixels are decoded just to check that this is possible.
+The encoded bytes are stored unchanged, except of images that need a conversion
+(`rheostat.models.vision.color_conversion`). Otherwise only the header is used. Pixels are decoded just to check that
+this is possible.
 """
 
 import base64
@@ -17,12 +18,12 @@ import pyarrow as pa
 from blake3 import blake3
 from PIL import Image, ImageFile
 
-from infra.errors import BadInput
-from infra.store.inputs import fetch_path, format_path, is_remote
-from infra.user_files import FETCH_LFS, LFS_POINTER
-from models.data.complete_images import find_missing_data
-from models.records.schemas import MEDIA_SCHEMA
-from models.vision.color_conversion import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path, format_path, is_remote
+from rheostat.infra.user_files import FETCH_LFS, LFS_POINTER
+from rheostat.models.data.complete_images import find_missing_data
+from rheostat.models.records.schemas import MEDIA_SCHEMA
+from rheostat.models.vision.color_conversion import (
     FORMATS,
     SIDEWAYS,
     convert_to_rgb,
@@ -32,7 +33,7 @@ from models.vision.color_conversion import (
     find_orientation,
     open_image,
 )
-from models.vision.families import ImageSize
+from rheostat.models.vision.families import ImageSize
 
 SEVERAL_FRAMES: Final = "MPO"
 """Pillow's name of the format of JPEG files with several frames, as from phones. The additional frames are previews of

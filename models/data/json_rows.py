@@ -9,7 +9,7 @@ from decimal import Decimal
 from math import isinf
 from typing import Final
 
-from infra.errors import BadInput, InputErrors
+from rheostat.infra.errors import BadInput, InputErrors
 
 FileRow = tuple[str, Mapping[str, object]]
 """Row of a data file: its place for messages, such as `train.jsonl:17`, and the values of its columns."""

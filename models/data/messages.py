@@ -10,13 +10,13 @@ from typing import Final, cast
 
 from pydantic import JsonValue
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.plugins import nearest_name
-from models.config.chat_files import RESERVED_KWARGS, ChatColumns, ChatFile, MessageFields
-from models.data.dropping import EmptyRow
-from models.data.json_rows import decode_text
-from models.data.problems import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import nearest_name
+from rheostat.models.config.chat_files import RESERVED_KWARGS, ChatColumns, ChatFile, MessageFields
+from rheostat.models.data.dropping import EmptyRow
+from rheostat.models.data.json_rows import decode_text
+from rheostat.models.data.problems import (
     NO_ARGUMENTS,
     Content,
     ImagePlace,
@@ -26,7 +26,7 @@ from models.data.problems import (
     check_columns,
     count_image_places,
 )
-from models.data.sharegpt import convert_turns, is_sharegpt_turn
+from rheostat.models.data.sharegpt import convert_turns, is_sharegpt_turn
 
 _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
 FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)

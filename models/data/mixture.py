@@ -4,21 +4,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from models.config.data import MixtureData
-from models.data.files import read_split, report_problems
-from models.data.image_files import image_files
-from models.data.problems import Problem
-from models.data.reading import ReadingReport
+from rheostat.models.config.data import MixtureData
+from rheostat.models.data.files import read_split, report_problems
+from rheostat.models.data.image_files import image_files
+from rheostat.models.data.problems import Problem
+from rheostat.models.data.reading import ReadingReport
 
 
 def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
     """Return the problems of a split ("train" or "heldout") from all files of a mixture. The `part` of a problem is the
     index of its file.
 
-    Training problems are listed file after file; `models.data.curriculum` mixes them. Held-out problems are interleaved
-    by the Sainte-Laguë method: problem i of a file with weight w, counted from 0, is placed at (i + 1/2) / w. An
-    evaluation uses the first n held-out problems, so these represent the weights as closely as whole numbers allow,
-    until a file has no problems left.
+    Training problems are listed file after file; `rheostat.models.data.curriculum` mixes them. Held-out problems are
+    interleaved by the Sainte-Laguë method: problem i of a file with weight w, counted from 0, is placed at (i + 1/2) /
+    w. An evaluation uses the first n held-out problems, so these represent the weights as closely as whole numbers
+    allow, until a file has no problems left.
     """
     files = [
         [replace(problem, part=part) for problem in read_split(source, split, data.drop)]

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Final
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.preferences import FilePreferences
-from models.data.columns import PairColumns
-from models.data.dropping import EmptyRow, MismatchedRow, TiedRow
-from models.data.messages import omit_nulls, read_text
-from models.data.nested import find_field, has_field
-from models.data.shapes import ASSISTANT, HUMAN, SCORE_FIELDS, SCORES, TEXT_FIELDS
-from models.data.sharegpt import convert_turns
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.preferences import FilePreferences
+from rheostat.models.data.columns import PairColumns
+from rheostat.models.data.dropping import EmptyRow, MismatchedRow, TiedRow
+from rheostat.models.data.messages import omit_nulls, read_text
+from rheostat.models.data.nested import find_field, has_field
+from rheostat.models.data.shapes import ASSISTANT, HUMAN, SCORE_FIELDS, SCORES, TEXT_FIELDS
+from rheostat.models.data.sharegpt import convert_turns
 
 _TURN: Final = re.compile(r"\n\n(Human|Assistant):")
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}

@@ -6,16 +6,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol, cast
 
-from infra.errors import BadInput, InputErrors
-from infra.variants import implementation_of
-from models.config.data import DataConfig
-from models.config.preferences import ArithmeticPreferences, FilePreferences, Preferences
-from models.data.arithmetic import wrong_completion
-from models.data.columns import PairColumns, find_pair_columns
-from models.data.dropping import RowErrors, TiedRow, describe_empty_file
-from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
-from models.data.pairs import CHOSEN_SCORE, MARGIN, REJECTED_SCORE, convert_pair
-from models.data.problems import (
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.preferences import ArithmeticPreferences, FilePreferences, Preferences
+from rheostat.models.data.arithmetic import wrong_completion
+from rheostat.models.data.columns import PairColumns, find_pair_columns
+from rheostat.models.data.dropping import RowErrors, TiedRow, describe_empty_file
+from rheostat.models.data.messages import omit_nulls, read_messages, read_prompt, read_text
+from rheostat.models.data.pairs import CHOSEN_SCORE, MARGIN, REJECTED_SCORE, convert_pair
+from rheostat.models.data.problems import (
     NO_ARGUMENTS,
     Message,
     Problem,
@@ -28,9 +28,9 @@ from models.data.problems import (
     load_problems,
     split_key,
 )
-from models.data.reading import ReadingReport
-from models.data.rows import find_data_files, read_rows
-from models.data.shapes import SCORES
+from rheostat.models.data.reading import ReadingReport
+from rheostat.models.data.rows import find_data_files, read_rows
+from rheostat.models.data.shapes import SCORES
 
 
 @dataclass(frozen=True, slots=True)

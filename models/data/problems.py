@@ -9,12 +9,12 @@ from typing import Any, Final, Protocol, cast
 from blake3 import blake3
 from pydantic import JsonValue
 
-from infra.errors import BadInput, InputErrors
-from infra.plugins import find_target
-from infra.variants import implementation_of
-from models.config.data import DataConfig
-from models.data.canonical import canonicalize_columns, canonicalize_text, drop_absent, fold_text, map_texts
-from models.data.images import convert_image, digest_of
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.plugins import find_target
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.data import DataConfig
+from rheostat.models.data.canonical import canonicalize_columns, canonicalize_text, drop_absent, fold_text, map_texts
+from rheostat.models.data.images import convert_image, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Message:
     name: str = ""
     """Name of the tool or person that wrote the message. Empty if it has none."""
     fields: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
-    """Other fields that chat templates use, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
+    """Other fields that chat templates use, such as `tool_calls`, by name (`rheostat.models.data.messages.FIELDS`)."""
 
     @property
     def parts(self) -> tuple[str | ImagePlace, ...]:
@@ -356,7 +356,9 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         raise BadInput(f"{where}: the data source raised {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):
-            raise BadInput(f"{where}: expected models.data.problems.Problem objects, found {type(problem).__name__}")
+            raise BadInput(
+                f"{where}: expected rheostat.models.data.problems.Problem objects, found {type(problem).__name__}"
+            )
         check_columns(problem.columns, source=problem.source)
     return problems if data.image_background == "unconverted" else _convert_images(problems, data)
 

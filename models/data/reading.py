@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from infra.plugins import find_target
-from models.config.data import DataSource
-from models.config.preferences import Preferences
+from rheostat.infra.plugins import find_target
+from rheostat.models.config.data import DataSource
+from rheostat.models.config.preferences import Preferences
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import IO, Final, Protocol, TypeVar, cast
 
 import pyarrow as pa
 
-from infra.counts import format_count
-from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path, format_path, is_on_hub, split_into_files
-from infra.user_files import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.store.inputs import fetch_path, format_path, is_on_hub, split_into_files
+from rheostat.infra.user_files import (
     DATA_SUFFIXES,
     FETCH_LFS,
     PACKED_SUFFIXES,
@@ -25,11 +25,11 @@ from infra.user_files import (
     describe_irregular,
     is_lfs_pointer,
 )
-from models.data.dropping import EmptyRow
-from models.data.folders import list_data_files
-from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
-from models.data.nested import add_fields, list_fields
-from models.data.tables import peek_table, read_table_rows, require_columns
+from rheostat.models.data.dropping import EmptyRow
+from rheostat.models.data.folders import list_data_files
+from rheostat.models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
+from rheostat.models.data.nested import add_fields, list_fields
+from rheostat.models.data.tables import peek_table, read_table_rows, require_columns
 
 T = TypeVar("T", str, bytes, covariant=True)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final, Literal
 
-from models.data.nested import find_field, has_field
-from models.data.sharegpt import is_sharegpt_turn
+from rheostat.models.data.nested import find_field, has_field
+from rheostat.models.data.sharegpt import is_sharegpt_turn
 
 ShapeKind = Literal["prompts", "chats", "pairs", "ranked", "labels", "unknown"]
 

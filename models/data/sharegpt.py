@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from infra.errors import BadInput
-from infra.plugins import nearest_name
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import nearest_name
 
 ROLES: Final = {
     **dict.fromkeys(("human", "user"), "user"),

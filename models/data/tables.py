@@ -9,9 +9,9 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.errors import BadInput, InputErrors
-from models.data.json_rows import FileRow, check_unique_columns
-from models.data.nested import add_fields, find_root, list_fields, list_schema_fields
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.data.json_rows import FileRow, check_unique_columns
+from rheostat.models.data.nested import add_fields, find_root, list_fields, list_schema_fields
 
 ROWS: Final = 4096
 """Number of table rows that are converted to Python objects at a time, which limits memory."""

@@ -5,15 +5,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from infra.errors import BadInput, InputErrors
-from infra.store.inputs import format_path
-from models.config.training import ChatTraining
-from models.data.columns import find_chat_columns
-from models.data.dropping import describe_empty_file
-from models.data.image_files import find_image_root
-from models.data.images import convert_image, read_images
-from models.data.messages import add_system_column, check_marks, omit_nulls, read_arguments, read_messages, read_text
-from models.data.problems import (
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.store.inputs import format_path
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.columns import find_chat_columns
+from rheostat.models.data.dropping import describe_empty_file
+from rheostat.models.data.image_files import find_image_root
+from rheostat.models.data.images import convert_image, read_images
+from rheostat.models.data.messages import (
+    add_system_column,
+    check_marks,
+    omit_nulls,
+    read_arguments,
+    read_messages,
+    read_text,
+)
+from rheostat.models.data.problems import (
     NO_ARGUMENTS,
     Message,
     TemplateArguments,
@@ -22,8 +29,8 @@ from models.data.problems import (
     is_heldout,
     split_key,
 )
-from models.data.rows import find_data_files, peek_rows, read_rows
-from models.data.shapes import IMAGE_COLUMNS
+from rheostat.models.data.rows import find_data_files, peek_rows, read_rows
+from rheostat.models.data.shapes import IMAGE_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

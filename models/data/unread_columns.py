@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.config import Settings
-from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path, format_path
-from models.config.data import ProblemFile
-from models.data.problems import Problem
-from models.data.rows import find_format, text_rows
-from models.data.shapes import IMAGE_COLUMNS
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.store.inputs import fetch_path, format_path
+from rheostat.models.config.data import ProblemFile
+from rheostat.models.data.problems import Problem
+from rheostat.models.data.rows import find_format, text_rows
+from rheostat.models.data.shapes import IMAGE_COLUMNS
 
 
 def list_column_notes(data: Settings, problems: Sequence[Problem]) -> Iterator[str]:

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from infra.errors import BadInput
-from infra.validation_errors import nearest
-from models.modeling.policy import lock_model_construction
+from rheostat.infra.errors import BadInput
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.modeling.policy import lock_model_construction
 
 Condition = Mapping[str, Tensor]
 """Text conditioning: the outputs of the text encoders by name, as tensors with one row for each prompt."""

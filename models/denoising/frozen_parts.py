@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from infra.store.bundles import CONTENTS, Contents
-from models.denoising.families import Condition, select_conditions
-from models.denoising.pipeline import PIXELS_PER_LATENT, WEIGHTS, load_text_encoders, load_vae, read_pipeline
-from models.records.pictures import Picture, States, encode_picture
+from rheostat.infra.store.bundles import CONTENTS, Contents
+from rheostat.models.denoising.families import Condition, select_conditions
+from rheostat.models.denoising.pipeline import PIXELS_PER_LATENT, WEIGHTS, load_text_encoders, load_vae, read_pipeline
+from rheostat.models.records.pictures import Picture, States, encode_picture
 
 MAX_CACHED_PROMPTS: Final = 4096
 """Maximum number of prompts in the cache of a `PromptEncoder`."""

@@ -20,15 +20,15 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from infra.errors import BadInput
-from infra.store.bundles import CONTENTS
-from models.config.denoising import DenoisingConfig
-from models.denoising.families import DenoiserFamily, PromptLimit, diffusers_class, process_tree
-from models.denoising.samplers import NoiseSchedule, noisy_steps
-from models.denoising.schedulers import check_scheduler, schedule_of
-from models.modeling.parameter_storage import ParameterStorage
-from models.modeling.policy import lock_model_construction
-from models.modeling.weight_files import read_header
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import CONTENTS
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.denoising.families import DenoiserFamily, PromptLimit, diffusers_class, process_tree
+from rheostat.models.denoising.samplers import NoiseSchedule, noisy_steps
+from rheostat.models.denoising.schedulers import check_scheduler, schedule_of
+from rheostat.models.modeling.parameter_storage import ParameterStorage
+from rheostat.models.modeling.policy import lock_model_construction
+from rheostat.models.modeling.weight_files import read_header
 
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"

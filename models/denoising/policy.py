@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from infra.store.inputs import fetch_path
-from models.config.denoising import DenoisingConfig
-from models.config.outline import ModelOutline
-from models.config.policy import DiffusionPolicy, ModelShape, ScratchDiffusionPolicy
-from models.denoising.families import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import DiffusionPolicy, ModelShape, ScratchDiffusionPolicy
+from rheostat.models.denoising.families import (
     CLIP_TOKENS,
     DenoiserFamily,
     diffusers_class,
@@ -25,7 +25,7 @@ from models.denoising.families import (
     select_conditions,
     zero_condition,
 )
-from models.denoising.pipeline import (
+from rheostat.models.denoising.pipeline import (
     WEIGHTS,
     PipelineOutline,
     check_weights,
@@ -36,14 +36,14 @@ from models.denoising.pipeline import (
     load_part,
     read_pipeline,
 )
-from models.denoising.scratch import scratch_model, word_tokenizer, write_scratch_pipeline
-from models.inspection.directory import Inspected
-from models.modeling.adapters import linear_layers
-from models.modeling.checkpointing import checkpoint_denoiser
-from models.modeling.merging import merge, read_adapter
-from models.modeling.policy import lock_model_construction, policy_shape
-from models.modeling.safetensors import save_tensors
-from models.text.tokenizer import train_tokenizer
+from rheostat.models.denoising.scratch import scratch_model, word_tokenizer, write_scratch_pipeline
+from rheostat.models.inspection.directory import Inspected
+from rheostat.models.modeling.adapters import linear_layers
+from rheostat.models.modeling.checkpointing import checkpoint_denoiser
+from rheostat.models.modeling.merging import merge, read_adapter
+from rheostat.models.modeling.policy import lock_model_construction, policy_shape
+from rheostat.models.modeling.safetensors import save_tensors
+from rheostat.models.text.tokenizer import train_tokenizer
 
 PROMPT_BYTES = 16384
 """Maximum length of a text-to-image prompt in bytes. The policy's text encoders have separate, lower limits."""

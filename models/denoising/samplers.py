@@ -15,10 +15,10 @@ from typing import Any, Final, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.variants import implementation_of
-from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampler, SdeSampler
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampler, SdeSampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from infra.errors import BadInput
-from models.config.denoising import DenoisingConfig
-from models.denoising.families import DenoiserFamily, diffusers_class
-from models.denoising.samplers import NoiseSchedule, ddim_schedule, flow_schedule
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.denoising.families import DenoiserFamily, diffusers_class
+from rheostat.models.denoising.samplers import NoiseSchedule, ddim_schedule, flow_schedule
 
 TIMESTEPS: Final = 1000
 """Number of training timesteps of flow-matching models. The pipelines of diffusers have this number in their code."""

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.families import diffusers_class, process_tree
-from models.denoising.pipeline import PipelineOutline
-from models.modeling.policy import lock_model_construction
-from models.text.tokenizer import EOS, PAD
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.policy import ScratchDiffusionPolicy
+from rheostat.models.denoising.families import diffusers_class, process_tree
+from rheostat.models.denoising.pipeline import PipelineOutline
+from rheostat.models.modeling.policy import lock_model_construction
+from rheostat.models.text.tokenizer import EOS, PAD
 
 BEGIN: Final = "<|begin|>"
 UNKNOWN: Final = "<|unknown|>"

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from infra.store.bundles import BundledFile
-from models.config.denoising import DenoisingConfig
-from models.data.images import digest_of
-from models.denoising.families import Condition, DenoiserFamily, has_guidance_input, select_conditions
-from models.denoising.frozen_parts import FrozenParts, PromptEncoder
-from models.denoising.pipeline import WEIGHTS, read_pipeline
-from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergence, step_logprobs, transition
-from models.modeling.checkpointing import checkpoint_denoiser
-from models.modeling.layout import MicroBatch
-from models.modeling.logprobs import TokenModule
-from models.modeling.safetensors import WHOLE, FileShare, TensorFile, write_share
-from models.records.media import Gallery
-from models.records.model_input import ModelInput
-from models.records.seeds import derive_seed
-from models.text.tokenizer import load_tokenizer
-from models.vision.color_conversion import decode_rgb
+from rheostat.infra.store.bundles import BundledFile
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.data.images import digest_of
+from rheostat.models.denoising.families import Condition, DenoiserFamily, has_guidance_input, select_conditions
+from rheostat.models.denoising.frozen_parts import FrozenParts, PromptEncoder
+from rheostat.models.denoising.pipeline import WEIGHTS, read_pipeline
+from rheostat.models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergence, step_logprobs, transition
+from rheostat.models.modeling.checkpointing import checkpoint_denoiser
+from rheostat.models.modeling.layout import MicroBatch
+from rheostat.models.modeling.logprobs import TokenModule
+from rheostat.models.modeling.safetensors import WHOLE, FileShare, TensorFile, write_share
+from rheostat.models.records.media import Gallery
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.vision.color_conversion import decode_rgb
 
 
 @dataclass(frozen=True, slots=True)

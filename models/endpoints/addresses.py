@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

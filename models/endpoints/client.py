@@ -20,11 +20,11 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from infra.counts import format_count
-from infra.errors import BadInput, EndpointDown, WorkerFailed
-from infra.untrusted_text import redact
-from models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
-from models.endpoints.addresses import PinnedTransport, parse_endpoint
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, EndpointDown, WorkerFailed
+from rheostat.infra.untrusted_text import redact
+from rheostat.models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
+from rheostat.models.endpoints.addresses import PinnedTransport, parse_endpoint
 
 R = TypeVar("R")
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from infra.errors import BadInput, WorkerFailed
-from models.config.endpoints import Endpoint
-from models.endpoints.client import EndpointClient, EndpointRequest
-from models.records.model_input import ModelInput
+from rheostat.infra.errors import BadInput, WorkerFailed
+from rheostat.models.config.endpoints import Endpoint
+from rheostat.models.endpoints.client import EndpointClient, EndpointRequest
+from rheostat.models.records.model_input import ModelInput
 
 IMPOSSIBLE = -9999.0
 """Number that vLLM sends in place of a log-prob of -inf, which JSON cannot represent."""

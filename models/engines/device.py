@@ -4,8 +4,8 @@ from typing import Literal
 
 import torch
 
-from infra.environments.gpus import describe_old_driver, read_driver_version, visible_devices
-from infra.errors import BadInput
+from rheostat.infra.environments.gpus import describe_old_driver, read_driver_version, visible_devices
+from rheostat.infra.errors import BadInput
 
 
 def choose_device() -> Literal["cpu", "cuda"]:

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infra.errors import BadInput
-from models.config.denoising import DenoisingConfig
-from models.config.engines import DiffusersEngine, SamplingConfig
-from models.denoising.frozen_parts import FrozenParts, LatentDecoder
-from models.denoising.policy import load_merged_denoiser
-from models.denoising.samplers import deterministic, transition
-from models.denoising.steps import GenerationSetup
-from models.engines.device import choose_device
-from models.engines.protocol import Completion, Request, StepSums
-from models.records.model_input import ModelInput
-from models.records.pictures import States
-from models.records.schemas import FinishReason
-from models.records.versions import ModelVersion
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.engines import DiffusersEngine, SamplingConfig
+from rheostat.models.denoising.frozen_parts import FrozenParts, LatentDecoder
+from rheostat.models.denoising.policy import load_merged_denoiser
+from rheostat.models.denoising.samplers import deterministic, transition
+from rheostat.models.denoising.steps import GenerationSetup
+from rheostat.models.engines.device import choose_device
+from rheostat.models.engines.protocol import Completion, Request, StepSums
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.pictures import States
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import ModelVersion
 
 SHOWN: Final = "[picture]"
 """Text that stands for a generated image in the text of a completion. Reports and judges receive the image in addition

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from infra.errors import BadInput
-from infra.variants import check_implementation, implementation_of
-from models.config.denoising import DenoisingConfig
-from models.config.engines import EngineSettings, SamplingConfig
-from models.records.media import ImageSource
-from models.records.model_input import Experts, ModelInput
-from models.records.pictures import Picture
-from models.records.schemas import FinishReason
-from models.records.versions import ModelVersion
+from rheostat.infra.errors import BadInput
+from rheostat.infra.variants import check_implementation, implementation_of
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.engines import EngineSettings, SamplingConfig
+from rheostat.models.records.media import ImageSource
+from rheostat.models.records.model_input import Experts, ModelInput
+from rheostat.models.records.pictures import Picture
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.context import usable_context
-from models.config.engines import SamplingConfig
-from models.engines.protocol import Request
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.context import usable_context
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.protocol import Request
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config.engines import SamplingConfig
-from models.vision.tower import mask_tokens
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.vision.tower import mask_tokens
 
 _ELEMENTS: Final = (
     1 << 24

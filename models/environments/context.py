@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from models.config.environments import EpisodeSettings
-from models.engines.protocol import Request
-from models.records.seeds import derive_seed
-from models.rollouts.groups import Group, PartialCompletion
-from models.text.calls import ParsedTurn
-from models.text.per_turn import Exchange, encode_turn, render_prompt, renders_calls
-from models.text.turns import TurnFormat
+from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.engines.protocol import Request
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.rollouts.groups import Group, PartialCompletion
+from rheostat.models.text.calls import ParsedTurn
+from rheostat.models.text.per_turn import Exchange, encode_turn, render_prompt, renders_calls
+from rheostat.models.text.turns import TurnFormat
 
 
 class ContextBuilder(Protocol):

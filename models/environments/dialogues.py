@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from infra.errors import BadInput
-from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
-from models.config.environments import DialogueEnvironment
-from models.environments.responders import TurnAnswer
-from models.environments.user_view import Transcript, fill_instructions
-from models.environments.users import LocalUser, RemoteUser, Reply, SimulatedUser
-from models.records.seeds import derive_seed
-from models.records.versions import ModelVersion
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.environments.responders import TurnAnswer
+from rheostat.models.environments.user_view import Transcript, fill_instructions
+from rheostat.models.environments.users import LocalUser, RemoteUser, Reply, SimulatedUser
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.records.versions import ModelVersion
 
 _SILENT = EnvironmentStep((), done=False)
 

@@ -19,21 +19,21 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Event
 from typing import Final
 
-from infra.processes.episodes import EnvironmentStep, EpisodeRequest
-from models.config.engines import SamplingConfig
-from models.config.environments import EpisodeSettings
-from models.config.rollout import PartialRollout
-from models.data.problems import Message
-from models.engines.protocol import Completion, Generate, GeneratesCompletions, InterleavingEngine, Request
-from models.environments.clock import EnvironmentClock
-from models.environments.context import ContextBuilder
-from models.environments.responders import Responder, TurnAnswer
-from models.records.schemas import FinishReason
-from models.records.seeds import derive_seed
-from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
-from models.text.calls import ParsedTurn, Parser
-from models.text.per_turn import Exchange
-from models.text.turns import TurnFormat
+from rheostat.infra.processes.episodes import EnvironmentStep, EpisodeRequest
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.rollout import PartialRollout
+from rheostat.models.data.problems import Message
+from rheostat.models.engines.protocol import Completion, Generate, GeneratesCompletions, InterleavingEngine, Request
+from rheostat.models.environments.clock import EnvironmentClock
+from rheostat.models.environments.context import ContextBuilder
+from rheostat.models.environments.responders import Responder, TurnAnswer
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
+from rheostat.models.text.calls import ParsedTurn, Parser
+from rheostat.models.text.per_turn import Exchange
+from rheostat.models.text.turns import TurnFormat
 
 MIN_OBSERVATION_TOKENS: Final = 8
 """Minimum number of tokens to which an observation (a message of the environment) is shortened. Seven of them are for

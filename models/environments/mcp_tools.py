@@ -21,7 +21,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 
-from infra.untrusted_text import redact
+from rheostat.infra.untrusted_text import redact
 
 MAX_ERROR_CHARACTERS = 1 << 14
 """Maximum length, in characters, of a server's error message. The rest of the message is dropped."""

@@ -15,8 +15,8 @@ from functools import partial
 from threading import Lock
 from typing import Any, Protocol, cast
 
-from infra.errors import BadInput, WorkerLost
-from infra.processes.child import (
+from rheostat.infra.errors import BadInput, WorkerLost
+from rheostat.infra.processes.child import (
     MAX_ENDS,
     ChildProgram,
     ProcessEnded,
@@ -24,10 +24,10 @@ from infra.processes.child import (
     rheostat_interpreter,
     user_interpreter,
 )
-from infra.processes.episodes import DescribedTools, EnvironmentStep, EpisodeProcess, EpisodeRequest
-from infra.variants import implementation_of
-from models.config.environments import EnvironmentSettings, McpEnvironment
-from models.environments.responders import TurnAnswer
+from rheostat.infra.processes.episodes import DescribedTools, EnvironmentStep, EpisodeProcess, EpisodeRequest
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.environments import EnvironmentSettings, McpEnvironment
+from rheostat.models.environments.responders import TurnAnswer
 
 
 class EnvironmentProcess(ChildProgram, Protocol):

@@ -7,10 +7,10 @@ program are reported to the policy. An episode fails only if the sandbox itself 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
-from infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
-from infra.processes.programs import Program, Programs, SandboxFailed
-from models.config.environments import PythonEnvironment
+from rheostat.infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
+from rheostat.infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
+from rheostat.infra.processes.programs import Program, Programs, SandboxFailed
+from rheostat.models.config.environments import PythonEnvironment
 
 PROGRAM: Final = "program.py"
 CELL_PROGRAM: Final = """

@@ -11,19 +11,19 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.store.contracts import Store
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
-from models.engines.protocol import Completion, Request
-from models.environments.clock import EnvironmentClock
-from models.environments.context import build_context_builder, turn_seeds
-from models.environments.episodes import Episodes
-from models.environments.responders import build_responder
-from models.environments.runtime import read_turns
-from models.records.replays import Difference, ReplayWork
-from models.records.schemas import PROMPT_SCHEMA, FinishReason
-from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, read_groups
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.protocol import Completion, Request
+from rheostat.models.environments.clock import EnvironmentClock
+from rheostat.models.environments.context import build_context_builder, turn_seeds
+from rheostat.models.environments.episodes import Episodes
+from rheostat.models.environments.responders import build_responder
+from rheostat.models.environments.runtime import read_turns
+from rheostat.models.records.replays import Difference, ReplayWork
+from rheostat.models.records.schemas import PROMPT_SCHEMA, FinishReason
+from rheostat.models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, read_groups
 
 SHOWN: Final = 60
 """Maximum number of characters of an answer that the description of a difference quotes."""

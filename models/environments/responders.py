@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from infra.plugins import find_target
-from infra.processes.episodes import EnvironmentStep, EpisodeRequest
-from models.config.environments import EpisodeSettings
-from models.records.versions import ModelVersion
+from rheostat.infra.plugins import find_target
+from rheostat.infra.processes.episodes import EnvironmentStep, EpisodeRequest
+from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,29 +7,29 @@ from typing import cast
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput, RheostatError
-from infra.plugins import nearest_name
-from infra.processes.child import RestartingProcess
-from infra.processes.episodes import DescribedTools, EpisodeRequest
-from models.config.environments import EpisodeSettings
-from models.data.problems import Message, Problem
-from models.engines.protocol import Engine
-from models.engines.requests import end_tokens
-from models.environments.clock import EnvironmentClock
-from models.environments.context import build_context_builder
-from models.environments.episodes import Episodes
-from models.environments.pool import start_process
-from models.environments.responders import LocalModelResponder, build_responder
-from models.environments.user_view import build_problem_data
-from models.records.versions import ModelVersion
-from models.records.work import RolloutWork
-from models.rollouts.groups import Group
-from models.text.arguments import check_arguments, check_schemas
-from models.text.calls import Parser, build_parser, keep_text
-from models.text.per_turn import check_turn_prompts
-from models.text.tokenizer import ToolSchema, load_tokenizer
-from models.text.turns import TurnFormat, check_template_appends, turn_format
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, RheostatError
+from rheostat.infra.plugins import nearest_name
+from rheostat.infra.processes.child import RestartingProcess
+from rheostat.infra.processes.episodes import DescribedTools, EpisodeRequest
+from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.data.problems import Message, Problem
+from rheostat.models.engines.protocol import Engine
+from rheostat.models.engines.requests import end_tokens
+from rheostat.models.environments.clock import EnvironmentClock
+from rheostat.models.environments.context import build_context_builder
+from rheostat.models.environments.episodes import Episodes
+from rheostat.models.environments.pool import start_process
+from rheostat.models.environments.responders import LocalModelResponder, build_responder
+from rheostat.models.environments.user_view import build_problem_data
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.rollouts.groups import Group
+from rheostat.models.text.arguments import check_arguments, check_schemas
+from rheostat.models.text.calls import Parser, build_parser, keep_text
+from rheostat.models.text.per_turn import check_turn_prompts
+from rheostat.models.text.tokenizer import ToolSchema, load_tokenizer
+from rheostat.models.text.turns import TurnFormat, check_template_appends, turn_format
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
-from infra.errors import BadInput, InputErrors
-from infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
-from infra.store.inputs import format_path
-from models.config.environments import SearchEnvironment
-from models.data.messages import read_text
-from models.data.rows import read_rows
-from models.retrieval.encoders import Retriever
+from rheostat.infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
+from rheostat.infra.store.inputs import format_path
+from rheostat.models.config.environments import SearchEnvironment
+from rheostat.models.data.messages import read_text
+from rheostat.models.data.rows import read_rows
+from rheostat.models.retrieval.encoders import Retriever
 
 
 class Index:

@@ -14,12 +14,12 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.errors import BadInput
-from models.config.data import DataConfig
-from models.config.environments import DialogueEnvironment
-from models.config.training import SupervisedWarmup
-from models.data.examples import Example
-from models.data.problems import Message, Problem, identity, load_problems
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.data.examples import Example
+from rheostat.models.data.problems import Message, Problem, identity, load_problems
 
 _FIELD: Final = re.compile(r"\{(\w+)\}")
 

@@ -10,19 +10,19 @@ from typing import Final, Protocol
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerFast
 
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.texts import RULES_BEFORE, TextRules
-from models.config.users import EndpointUser
-from models.data.problems import Prompt
-from models.endpoints.client import EndpointClient, EndpointRequest
-from models.engines.protocol import Completion, Engine, Request, build_engine
-from models.engines.requests import context_of
-from models.environments.user_view import Transcript
-from models.judges.endpoint import MAX_BODY_BYTES, SEEDS, read_answer
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer, tokenize_prompts
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.config.users import EndpointUser
+from rheostat.models.data.problems import Prompt
+from rheostat.models.endpoints.client import EndpointClient, EndpointRequest
+from rheostat.models.engines.protocol import Completion, Engine, Request, build_engine
+from rheostat.models.engines.requests import context_of
+from rheostat.models.environments.user_view import Transcript
+from rheostat.models.judges.endpoint import MAX_BODY_BYTES, SEEDS, read_answer
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer, tokenize_prompts
 
 _MARKED: Final = re.compile(r"<(?=\||/?s>|[a-z]+_of_[a-z]+>)|\[(?=/?[A-Z_]+\])")
 """Pattern of the first character of a likely special token, such as `<|end|>`, `</s>` or `[INST]`. Used for models

@@ -212,7 +212,7 @@ def betting_power(problems: int, *, gain: float, mean_square: float, threshold: 
     `alpha` is the significance level. The result is a normal approximation of the logarithm of the capital, which
     assumes differences with two possible values.
     """
-    from infra.statistics import normal_cdf
+    from rheostat.infra.statistics import normal_cdf
 
     mean, spread = (gain + 1) / 2, sqrt(max(mean_square - gain**2, 0.0)) / 2
     null = (threshold + 1) / 2

@@ -14,10 +14,10 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.config import Settings
-from infra.errors import BadInput, Quarantined
-from models.config.promotion import MIN_PROBLEMS
-from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.models.config.promotion import MIN_PROBLEMS
+from rheostat.models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22

@@ -8,8 +8,8 @@ import torch.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from infra.config import Settings
-from models.data.canonical import fold_text
+from rheostat.infra.config import Settings
+from rheostat.models.data.canonical import fold_text
 
 WORDS = 13
 """Number of words of an n-gram, as in the contamination analysis of GPT-3."""

@@ -11,11 +11,11 @@ from typing import Final, Literal
 
 from pydantic import computed_field
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.statistics import normal_cdf, normal_quantile
-from models.config.promotion import MIN_PROBLEMS
-from models.gate.bounds import Ints, betting_power, exact_power, largest_losses, restricted_variance
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.statistics import normal_cdf, normal_quantile
+from rheostat.models.config.promotion import MIN_PROBLEMS
+from rheostat.models.gate.bounds import Ints, betting_power, exact_power, largest_losses, restricted_variance
 
 POWER: Final = 0.8
 """Default statistical power: the probability that a test shows a gain that exists."""

@@ -6,10 +6,10 @@ This module does not import torch.
 
 from typing import Literal
 
-from infra.config import Settings
-from models.gate.comparison import PairedDifference
-from models.gate.contamination import Contamination
-from models.gate.size import problems_needed
+from rheostat.infra.config import Settings
+from rheostat.models.gate.comparison import PairedDifference
+from rheostat.models.gate.contamination import Contamination
+from rheostat.models.gate.size import problems_needed
 
 _TESTS = {"mcnemar": "McNemar's", "wilcoxon": "Wilcoxon's"}
 

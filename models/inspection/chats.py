@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from infra.errors import BadInput, InputErrors
-from models.config.data import DataConfig
-from models.config.training import WarmupConfig
-from models.data.problems import Problem
-from models.data.training_chats import TrainingRow, load_chats, report_chats
-from models.inspection.directory import Inspected
-from models.inspection.texts import list_chat_notes
-from models.text.training_rows import encode_rows, enforce_chat_length
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.training import WarmupConfig
+from rheostat.models.data.problems import Problem
+from rheostat.models.data.training_chats import TrainingRow, load_chats, report_chats
+from rheostat.models.inspection.directory import Inspected
+from rheostat.models.inspection.texts import list_chat_notes
+from rheostat.models.text.training_rows import encode_rows, enforce_chat_length
 
 
 def check_chats(

@@ -14,12 +14,12 @@ from typing import Any, Protocol, cast
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.plugins import find_target
-from infra.store.inputs import fetch_path
-from models.config.denoising import DenoisingConfig
-from models.config.images import PixelLimits
-from models.config.outline import ModelOutline
-from models.config.policy import (
+from rheostat.infra.plugins import find_target
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import (
     DirectoryPolicy,
     MergePolicy,
     ModelShape,
@@ -27,12 +27,12 @@ from models.config.policy import (
     ScratchPolicy,
     VisionScratchPolicy,
 )
-from models.engines.requests import generation_settings, stated_ends
-from models.inspection.plain import DecoderSizes, read_plain
-from models.text.tokenizer import find_chosen_pad_token, train_tokenizer
-from models.untrusted_files.directory import check_untrusted_files
-from models.vision.pixels import load_limited_processor
-from models.vision.processor import VisionProcessor
+from rheostat.models.engines.requests import generation_settings, stated_ends
+from rheostat.models.inspection.plain import DecoderSizes, read_plain
+from rheostat.models.text.tokenizer import find_chosen_pad_token, train_tokenizer
+from rheostat.models.untrusted_files.directory import check_untrusted_files
+from rheostat.models.vision.pixels import load_limited_processor
+from rheostat.models.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
 def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train the tokenizer on `texts`, and describe the new vision-language policy that a run would build with this
     tokenizer."""
-    from models.modeling.adapters import outline
-    from models.modeling.critic import build_meta_critic
-    from models.modeling.policy import policy_shape
-    from models.modeling.vision_scratch import outline_vision_scratch, save_config_files, vision_tokenizer
+    from rheostat.models.modeling.adapters import outline
+    from rheostat.models.modeling.critic import build_meta_critic
+    from rheostat.models.modeling.policy import policy_shape
+    from rheostat.models.modeling.vision_scratch import outline_vision_scratch, save_config_files, vision_tokenizer
 
     tokenizer = vision_tokenizer(policy, texts)
     model = outline_vision_scratch(policy, tokenizer)
@@ -122,7 +122,7 @@ def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
     """Check that the configured policies can be merged, and describe the first one, which has the same shapes as the
     merged policy. `texts` is not used."""
-    from models.modeling.weighted_sum import compare_parents, find_parents
+    from rheostat.models.modeling.weighted_sum import compare_parents, find_parents
 
     parents = find_parents(policy)
     compare_parents(parents, unrelated=policy.allow_unrelated, casts=policy.dtype is not None)
@@ -152,14 +152,14 @@ def inspect_directory(directory: Path, *, is_trained: bool = False, context: int
 def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) -> Inspected:
     """Describe the model in a directory by building it on the `meta` device. This is needed for directories whose sizes
     cannot be read from config.json alone."""
-    from models.modeling.adapters import outline
-    from models.modeling.critic import build_meta_critic
-    from models.modeling.directory import check_directory, meta_policy
-    from models.modeling.experts import count_experts
-    from models.modeling.policy import policy_shape
-    from models.modeling.replayed_experts import can_replay
-    from models.modeling.shared_prompts import may_share_prompts, supports_sequence_parallelism
-    from models.modeling.support import (
+    from rheostat.models.modeling.adapters import outline
+    from rheostat.models.modeling.critic import build_meta_critic
+    from rheostat.models.modeling.directory import check_directory, meta_policy
+    from rheostat.models.modeling.experts import count_experts
+    from rheostat.models.modeling.policy import policy_shape
+    from rheostat.models.modeling.replayed_experts import can_replay
+    from rheostat.models.modeling.shared_prompts import may_share_prompts, supports_sequence_parallelism
+    from rheostat.models.modeling.support import (
         check_not_quantized,
         check_trainable,
         describe_decoding_conflict,

@@ -10,21 +10,21 @@ from typing import Final
 
 from PIL import Image
 
-from infra.errors import BadInput, InputErrors, WorkerFailed
-from infra.store.inputs import fetch_path
-from models.config.images import PixelLimits
-from models.config.judges import EndpointJudge, JudgeReward
-from models.config.rewards import ScoringConfig
-from models.config.teachers import Teacher
-from models.config.verdicts import ScoreVerdict
-from models.data.images import check_pixels, digest_of, read_header
-from models.data.problems import Problem, identity
-from models.judges.endpoint import ChatJudge
-from models.judges.verdicts import Answer, Question
-from models.records.media import InMemoryImages
-from models.rewards.evaluate import Case, Evaluator, check_image_parameters
-from models.vision.pixels import load_limited_processor
-from models.vision.processor import VisionProcessor
+from rheostat.infra.errors import BadInput, InputErrors, WorkerFailed
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.config.judges import EndpointJudge, JudgeReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.teachers import Teacher
+from rheostat.models.config.verdicts import ScoreVerdict
+from rheostat.models.data.images import check_pixels, digest_of, read_header
+from rheostat.models.data.problems import Problem, identity
+from rheostat.models.judges.endpoint import ChatJudge
+from rheostat.models.judges.verdicts import Answer, Question
+from rheostat.models.records.media import InMemoryImages
+from rheostat.models.rewards.evaluate import Case, Evaluator, check_image_parameters
+from rheostat.models.vision.pixels import load_limited_processor
+from rheostat.models.vision.processor import VisionProcessor
 
 SQUARES: Final = ("red", "blue")
 SIDE: Final = 224

@@ -7,12 +7,12 @@ from typing import Any, Protocol, cast
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from infra.plugins import find_target
-from infra.store.inputs import fetch_path, format_path
-from models.config.engines import EngineSettings
-from models.config.images import PixelLimits
-from models.config.judges import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target
+from rheostat.infra.store.inputs import fetch_path, format_path
+from rheostat.models.config.engines import EngineSettings
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.config.judges import (
     ClipModel,
     ClipModelReward,
     DirectoryJudge,
@@ -23,16 +23,16 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.outline import ModelOutline
-from models.config.policy import PolicyConfig
-from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
-from models.data.problems import Problem
-from models.endpoints.prompt_logprobs import TokenScorer
-from models.inspection.directory import Inspected, inspect_directory, inspect_policy
-from models.judges.prompts import question_about, vocabulary_texts
-from models.text.tokenizer import build_token_decoder, tokenize_questions
-from models.vision.families import FAMILIES
-from models.vision.processor import VisionProcessor
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
+from rheostat.models.data.problems import Problem
+from rheostat.models.endpoints.prompt_logprobs import TokenScorer
+from rheostat.models.inspection.directory import Inspected, inspect_directory, inspect_policy
+from rheostat.models.judges.prompts import question_about, vocabulary_texts
+from rheostat.models.text.tokenizer import build_token_decoder, tokenize_questions
+from rheostat.models.vision.families import FAMILIES
+from rheostat.models.vision.processor import VisionProcessor
 
 
 def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int, slices: int) -> ModelOutline:
@@ -41,10 +41,10 @@ def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: in
     a sequence-parallel group. Raises BadInput if the critic does not fit."""
     if source is None:
         return policy.critic()
-    from models.modeling.adapters import outline
-    from models.modeling.critic import check_critic
-    from models.modeling.policy import policy_shape
-    from models.modeling.shared_prompts import supports_sequence_parallelism
+    from rheostat.models.modeling.adapters import outline
+    from rheostat.models.modeling.critic import check_critic
+    from rheostat.models.modeling.policy import policy_shape
+    from rheostat.models.modeling.shared_prompts import supports_sequence_parallelism
 
     model = check_critic(source, policy.tokenizer, longest_tokens=longest_tokens)
     shape = policy_shape(model.config, parameters=0, source=str(source))
@@ -195,7 +195,7 @@ def check_directory_reward_model(
 ) -> int:
     """Check the reward model in an external directory, and return its number of parameters. Raises BadInput if the
     model does not fit."""
-    from models.modeling.reward_model import check_reward_model
+    from rheostat.models.modeling.reward_model import check_reward_model
 
     return check_reward_model(fetch_path(model.path), reward.template)
 
@@ -205,7 +205,7 @@ def check_clip_model(
 ) -> int:
     """Load a CLIP model with its head on the CPU, and return its number of parameters. Raises BadInput if the model
     cannot be loaded or does not fit its image processor."""
-    from models.rewards.clip import ClipScorer
+    from rheostat.models.rewards.clip import ClipScorer
 
     return ClipScorer(model).parameters
 

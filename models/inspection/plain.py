@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from models.config.outline import ModelOutline
-from models.config.policy import ModelShape, ScratchPolicy
-from models.text.tokenizer import load_tokenizer
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import ModelShape, ScratchPolicy
+from rheostat.models.text.tokenizer import load_tokenizer
 
 Shape = tuple[int, ...]
 

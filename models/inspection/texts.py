@@ -6,17 +6,17 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
-from models.config.texts import TextRules
-from models.data.preferences import Preference
-from models.data.problems import Problem, Prompt, TemplateArguments
-from models.data.training_chats import TrainingChat, TrainingRow
-from models.text.chats import join_templates
-from models.text.control_tokens import ControlTokens
-from models.text.template_fields import count_changes, fit_chats
-from models.text.tokenizer import renders_plain_text
-from models.text.turn_end import find_turn_end
-from models.text.unread_fields import count_unread_fields
-from models.vision.processor import VisionProcessor
+from rheostat.models.config.texts import TextRules
+from rheostat.models.data.preferences import Preference
+from rheostat.models.data.problems import Problem, Prompt, TemplateArguments
+from rheostat.models.data.training_chats import TrainingChat, TrainingRow
+from rheostat.models.text.chats import join_templates
+from rheostat.models.text.control_tokens import ControlTokens
+from rheostat.models.text.template_fields import count_changes, fit_chats
+from rheostat.models.text.tokenizer import renders_plain_text
+from rheostat.models.text.turn_end import find_turn_end
+from rheostat.models.text.unread_fields import count_unread_fields
+from rheostat.models.vision.processor import VisionProcessor
 
 MISSING_WORDS: Final = frozenset(("none", "null", "na", "n/a", "nan", "nil", "missing", "inf", "infinity", "-infinity"))
 """Words, in lower case, that data frames and programs write in place of missing answers."""

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from infra.errors import BadInput
-from infra.plugins import find_target
-from infra.store.inputs import fetch_path
-from models.config.environments import DialogueEnvironment
-from models.config.users import DirectoryUser, EndpointUser, TrainedUser
-from models.data.problems import Problem
-from models.environments.user_view import Transcript, build_problem_data, fill_instructions, user_texts
-from models.environments.users import user_inputs
-from models.inspection.directory import Inspected, inspect_directory, inspect_policy
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.users import DirectoryUser, EndpointUser, TrainedUser
+from rheostat.models.data.problems import Problem
+from rheostat.models.environments.user_view import Transcript, build_problem_data, fill_instructions, user_texts
+from rheostat.models.environments.users import user_inputs
+from rheostat.models.inspection.directory import Inspected, inspect_directory, inspect_policy
 
 
 class UserCheck(Protocol):

@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from models.data.problems import NO_ARGUMENTS, ImagePlace, Message, Prompt, TemplateArguments
+from rheostat.models.data.problems import NO_ARGUMENTS, ImagePlace, Message, Prompt, TemplateArguments
 
 _TAGS: Final = {"tool_calls": "tool_call", "tool_call_id": "answers_call"}
 """Tags for the message fields whose tag in a judge's question differs from the field's name."""

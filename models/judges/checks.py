@@ -6,13 +6,13 @@ The alarms are pure functions of the metrics of an iteration.
 import re
 from collections.abc import Mapping, Sequence
 
-from infra.errors import BadInput, Quarantined
-from models.config.data import DataConfig
-from models.config.judges import JudgeReward
-from models.config.rewards import ScoringConfig
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
-from models.judges.endpoint import ChatJudge as AskedJudge
-from models.judges.prompts import find_fields, verdict_texts
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.judges import JudgeReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
+from rheostat.models.judges.endpoint import ChatJudge as AskedJudge
+from rheostat.models.judges.prompts import find_fields, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:

@@ -9,15 +9,15 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from infra.errors import BadInput
-from infra.plain_values import repair_text
-from models.config.engines import SamplingConfig
-from models.config.judges import EndpointJudge
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.data.images import data_address
-from models.endpoints.client import EndpointClient, EndpointRequest
-from models.judges.verdicts import Answer, Question
-from models.records.media import Gallery, ImageSource
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plain_values import repair_text
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.judges import EndpointJudge
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, VerdictConfig
+from rheostat.models.data.images import data_address
+from rheostat.models.endpoints.client import EndpointClient, EndpointRequest
+from rheostat.models.judges.verdicts import Answer, Question
+from rheostat.models.records.media import Gallery, ImageSource
 
 SEEDS = 1 << 31  # servers accept seeds of different sizes; all accept 31 bits
 

@@ -9,20 +9,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from models.config.engines import EngineConfig, SamplingConfig
-from models.config.texts import RULES_BEFORE, TextRules
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.engines.protocol import Completion, Request, StepSums, VisionEngine, build_engine
-from models.engines.requests import context_of
-from models.engines.sampling import sample_uniforms
-from models.judges.verdicts import Answer, Question
-from models.records.media import Gallery, ImageSource
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer, tokenize_questions
-from models.vision.processor import VisionProcessor, load_processor
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.engines import EngineConfig, SamplingConfig
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, VerdictConfig
+from rheostat.models.engines.protocol import Completion, Request, StepSums, VisionEngine, build_engine
+from rheostat.models.engines.requests import context_of
+from rheostat.models.engines.sampling import sample_uniforms
+from rheostat.models.judges.verdicts import Answer, Question
+from rheostat.models.records.media import Gallery, ImageSource
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer, tokenize_questions
+from rheostat.models.vision.processor import VisionProcessor, load_processor
 
 _WEIGHED: Final = 1  # token count of an answer that is chosen by likelihood instead of generated
 _Read = tuple[str, tuple[str, ...]]

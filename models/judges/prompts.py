@@ -11,11 +11,11 @@ from itertools import chain, count
 from random import Random
 from typing import Final
 
-from infra.errors import BadInput
-from models.config.data import DataConfig
-from models.config.judges import JudgeReward
-from models.config.training import SupervisedWarmup
-from models.config.verdicts import (
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.judges import JudgeReward
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.config.verdicts import (
     ChoiceVerdict,
     LogprobVerdict,
     RubricVerdict,
@@ -23,12 +23,12 @@ from models.config.verdicts import (
     StepsVerdict,
     VerdictConfig,
 )
-from models.data.arithmetic import right_completion, wrong_completion
-from models.data.examples import Example
-from models.data.problems import Problem, identity, load_problems
-from models.judges.chats import escape, mark_prompt
-from models.records.seeds import derive_seed
-from models.text.steps import split_steps
+from rheostat.models.data.arithmetic import right_completion, wrong_completion
+from rheostat.models.data.examples import Example
+from rheostat.models.data.problems import Problem, identity, load_problems
+from rheostat.models.judges.chats import escape, mark_prompt
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.text.steps import split_steps
 
 FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
 """Names of the fields that a judge's prompt template may contain in braces, such as `{prompt}`. Other text in braces is
@@ -255,8 +255,8 @@ def build_question_text(
     """Return the text of the question about a completion.
 
     In an episode, the environment's messages are marked with tags. `marked` contains texts by field name that are
-    already escaped: the messages of a chat (`prompt`, from `models.judges.chats`), and the criterion of a rubric that
-    the question is about (`criterion`). `seed` determines the delimiter around the completion.
+    already escaped: the messages of a chat (`prompt`, from `rheostat.models.judges.chats`), and the criterion of a
+    rubric that the question is about (`criterion`). `seed` determines the delimiter around the completion.
 
     For a judge that is trained in the run, the text has no such tags, as in the judge's training examples.
     """

@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from models.data.rubrics import Rubric
-from models.judges.verdicts import Answer, Judgement
+from rheostat.models.data.rubrics import Rubric
+from rheostat.models.judges.verdicts import Answer, Judgement
 
 KEPT_CHARACTERS: Final = 1000
 """Maximum number of characters that are stored of a judge's answer about one criterion."""

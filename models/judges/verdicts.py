@@ -14,9 +14,9 @@ from statistics import fmean, median
 from string import digits
 from typing import Final, Literal, Protocol, assert_never
 
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
-from models.records.media import ImageSource
-from models.text.steps import aggregate
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
+from rheostat.models.records.media import ImageSource
+from rheostat.models.text.steps import aggregate
 
 
 @dataclass(frozen=True, slots=True)

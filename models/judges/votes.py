@@ -11,16 +11,16 @@ from typing import Final, Literal
 
 import pyarrow as pa
 
-from infra.counts import format_count
-from infra.errors import Damaged
-from models.config.judges import Canaries, JudgeReward
-from models.config.verdicts import StepsVerdict
-from models.data.rubrics import Rubric
-from models.judges.chats import escape
-from models.judges.prompts import build_question_text
-from models.judges.verdicts import FLAGGED, Judgement, Question, count_votes, flag_weights
-from models.records.seeds import derive_seed
-from models.text.steps import StepValues, split_steps
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import Damaged
+from rheostat.models.config.judges import Canaries, JudgeReward
+from rheostat.models.config.verdicts import StepsVerdict
+from rheostat.models.data.rubrics import Rubric
+from rheostat.models.judges.chats import escape
+from rheostat.models.judges.prompts import build_question_text
+from rheostat.models.judges.verdicts import FLAGGED, Judgement, Question, count_votes, flag_weights
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.text.steps import StepValues, split_steps
 
 CANARY: Final = -1
 """Value of the column `prompt_row` that marks a canary (known-bad answer) in a verdict shard."""
@@ -43,7 +43,7 @@ class JudgedCompletion:
     episode: tuple[tuple[str, str], ...] = ()
     """Messages of an episode in order, each as role and text: the policy's turns and the environment's answers."""
     chat: str = ""
-    """Messages of the prompt in tags (`models.judges.chats`) if the prompt is a chat, otherwise empty."""
+    """Messages of the prompt in tags (`rheostat.models.judges.chats`) if the prompt is a chat, otherwise empty."""
     rubric: Rubric = ()
     """Criteria by which the completion is judged. Empty if there is no rubric."""
 

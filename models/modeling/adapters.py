@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
-from infra.store.contracts import Store
-from infra.store.file_writer import write_files
-from models.config.lora import LoraConfig
-from models.config.outline import ModelOutline
-from models.modeling.checkpointing import layers_to_recompute
-from models.modeling.flash import attentions_of
-from models.modeling.merging import PREFIX, SETTINGS, TENSORS
-from models.modeling.policy import lock_model_construction
-from models.modeling.safetensors import tensor_pieces
-from models.modeling.trials import allows_float32_trials
-from models.records.seeds import derive_seed
-from models.records.versions import ModelVersion
-from models.vision.parts import part_of
+from rheostat.infra.store.bundles import BundledFile, BundleRef, fetch_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.file_writer import write_files
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.modeling.checkpointing import layers_to_recompute
+from rheostat.models.modeling.flash import attentions_of
+from rheostat.models.modeling.merging import PREFIX, SETTINGS, TENSORS
+from rheostat.models.modeling.policy import lock_model_construction
+from rheostat.models.modeling.safetensors import tensor_pieces
+from rheostat.models.modeling.trials import allows_float32_trials
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.vision.parts import part_of
 
 _NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
 _HEADS: Final = ("score", "classifier")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from models.modeling.shared_prompts import capture_shared_tokens
+from rheostat.models.modeling.shared_prompts import capture_shared_tokens
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:

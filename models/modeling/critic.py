@@ -17,17 +17,17 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.attention import Attention
-from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.parameter_storage import ParameterStorage
-from models.modeling.policy import load_policy, load_weights, lock_model_construction, save_policy
-from models.modeling.reward_model import load_reward_model
-from models.modeling.shared_prompts import set_attention
-from models.modeling.trunk import find_trunk
-from models.text.tokenizer import load_tokenizer
-from models.vision.families import FAMILIES
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.attention import Attention
+from rheostat.models.modeling.logprobs import ForwardInput, TokenModule
+from rheostat.models.modeling.parameter_storage import ParameterStorage
+from rheostat.models.modeling.policy import load_policy, load_weights, lock_model_construction, save_policy
+from rheostat.models.modeling.reward_model import load_reward_model
+from rheostat.models.modeling.shared_prompts import set_attention
+from rheostat.models.modeling.trunk import find_trunk
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.vision.families import FAMILIES
 
 
 class TokenValues(TokenModule):

@@ -13,16 +13,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from infra.errors import BadInput
-from infra.store.bundles import CONTENTS
-from models.config.context import usable_context
-from models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
-from models.modeling.policy import load_policy
-from models.modeling.weight_files import StoredWeight, read_stored_weights
-from models.text.template_files import copy_named_templates
-from models.text.tokenizer import find_chosen_pad_token, load_tokenizer
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
-from models.vision.processor import is_vision_model, load_processor
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import CONTENTS
+from rheostat.models.config.context import usable_context
+from rheostat.models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.weight_files import StoredWeight, read_stored_weights
+from rheostat.models.text.template_files import copy_named_templates
+from rheostat.models.text.tokenizer import find_chosen_pad_token, load_tokenizer
+from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+from rheostat.models.vision.processor import is_vision_model, load_processor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.modeling.trials import whole_shape
-from models.records.model_input import Experts
+from rheostat.models.modeling.trials import whole_shape
+from rheostat.models.records.model_input import Experts
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Output of one layer's mixture-of-experts router: the logits of all experts, and the weights and the indices of the

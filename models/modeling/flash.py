@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from infra.errors import BadInput
-from models.config.attention import FLASH, HEAD_SIZE, VARLEN, describe_missing_package
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.attention import FLASH, HEAD_SIZE, VARLEN, describe_missing_package
 
 FUNCTION: Final = "flash_attn_varlen_func"
 _UNSUPPORTED: Final = ("s_aux", "sinks", "position_bias", "indices", "block_indices")

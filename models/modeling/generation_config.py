@@ -9,10 +9,10 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from models.config.texts import RULES_BEFORE, TextRules
-from models.engines.requests import end_tokens, generation_settings, suppressed_tokens
-from models.text.tokenizer import load_tokenizer
-from models.text.turn_end import find_turn_end
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.engines.requests import end_tokens, generation_settings, suppressed_tokens
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.text.turn_end import find_turn_end
 
 _FILE = "generation_config.json"
 

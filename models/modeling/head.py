@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
-from infra.errors import BadInput
-from models.config.objectives import chunk_elements_of
-from models.modeling.logit_shapes import LogitShape, logit_shape
-from models.modeling.trials import trial_weights, whole_shape
-from models.modeling.trunk import find_trunk
-from models.vision.tower import mask_tokens
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.objectives import chunk_elements_of
+from rheostat.models.modeling.logit_shapes import LogitShape, logit_shape
+from rheostat.models.modeling.trials import trial_weights, whole_shape
+from rheostat.models.modeling.trunk import find_trunk
+from rheostat.models.vision.tower import mask_tokens
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """Function that returns the gradient of a micro-batch's loss with respect to the log-probs of some completion tokens.

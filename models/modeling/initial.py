@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from infra.errors import BadInput
-from infra.store.inputs import fetch_path
-from infra.variants import implementation_of
-from models.config.data import DataConfig
-from models.config.environments import DialogueEnvironment
-from models.config.judges import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.judges import (
     DirectoryJudge,
     DirectoryRewardModel,
     JudgeReward,
@@ -22,19 +22,19 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, VisionScratchPolicy
-from models.config.users import DirectoryUser, TrainedUser, UserModel
-from models.data.problems import Problem, load_problems
-from models.environments.user_view import user_texts
-from models.judges.prompts import vocabulary_texts
-from models.modeling.directory import check_directory, copy_directory, copy_policy, record_context
-from models.modeling.policy import build_scratch, save_policy
-from models.modeling.reward_model import check_reward_model
-from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
-from models.modeling.weighted_sum import find_parents, write_merge
-from models.records.merges import MergeWork
-from models.records.seeds import derive_seed
-from models.text.tokenizer import problem_texts, train_tokenizer
+from rheostat.models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, VisionScratchPolicy
+from rheostat.models.config.users import DirectoryUser, TrainedUser, UserModel
+from rheostat.models.data.problems import Problem, load_problems
+from rheostat.models.environments.user_view import user_texts
+from rheostat.models.judges.prompts import vocabulary_texts
+from rheostat.models.modeling.directory import check_directory, copy_directory, copy_policy, record_context
+from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.modeling.reward_model import check_reward_model
+from rheostat.models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
+from rheostat.models.modeling.weighted_sum import find_parents, write_merge
+from rheostat.models.records.merges import MergeWork
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.text.tokenizer import problem_texts, train_tokenizer
 
 
 class PolicyWriter(Protocol):

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from models.modeling.batching import pack
-from models.records.model_input import ModelInput
+from rheostat.models.modeling.batching import pack
+from rheostat.models.records.model_input import ModelInput
 
 Indexes = NDArray[np.int64]
 

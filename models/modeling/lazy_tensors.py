@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from infra.store.file_writer import FILES_AT_ONCE
+from rheostat.infra.store.file_writer import FILES_AT_ONCE
 
 GATHERED: Final = 2 * FILES_AT_ONCE
 """Number of gathered parameters that are kept at a time for one writing rank. In each of the files that a rank writes

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from infra.errors import BadInput
-from infra.store.bundles import BundledFile
-from models.config.attention import Attention
-from models.engines.requests import suppressed_tokens
-from models.modeling.checkpointing import checkpoint_layers
-from models.modeling.experts import ExpertRouting, record_router_outputs
-from models.modeling.head import LogprobHead, LossGradient
-from models.modeling.layout import MicroBatch, lay_out
-from models.modeling.policy import policy_shape
-from models.modeling.replayed_experts import ExpertReplay
-from models.modeling.safetensors import WHOLE, FileShare, save_pretrained
-from models.modeling.sequence_parallel import SequenceParallelGroup
-from models.modeling.shared_prompts import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import BundledFile
+from rheostat.models.config.attention import Attention
+from rheostat.models.engines.requests import suppressed_tokens
+from rheostat.models.modeling.checkpointing import checkpoint_layers
+from rheostat.models.modeling.experts import ExpertRouting, record_router_outputs
+from rheostat.models.modeling.head import LogprobHead, LossGradient
+from rheostat.models.modeling.layout import MicroBatch, lay_out
+from rheostat.models.modeling.policy import policy_shape
+from rheostat.models.modeling.replayed_experts import ExpertReplay
+from rheostat.models.modeling.safetensors import WHOLE, FileShare, save_pretrained
+from rheostat.models.modeling.sequence_parallel import SequenceParallelGroup
+from rheostat.models.modeling.shared_prompts import (
     SharedTokens,
     matches_padded_rows,
     on_device,
@@ -34,9 +34,9 @@ from models.modeling.shared_prompts import (
     supports_sequence_parallelism,
     uses_attention_kernel,
 )
-from models.modeling.trials import trial_weights, trials_in
-from models.modeling.trunk import find_trunk
-from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
+from rheostat.models.modeling.trials import trial_weights, trials_in
+from rheostat.models.modeling.trunk import find_trunk
+from rheostat.models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
 
 class ForwardInput(NamedTuple):

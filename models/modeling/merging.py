@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from infra.errors import BadInput
-from infra.store.hub import find_hub_base
-from infra.store.inputs import recorded_base
-from models.modeling.policy import load_policy
-from models.modeling.weight_files import read_header
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.hub import find_hub_base
+from rheostat.infra.store.inputs import recorded_base
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.weight_files import read_header
 
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"

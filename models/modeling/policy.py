@@ -23,18 +23,18 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from infra.errors import BadInput
-from models.config.context import longrope_scales, usable_context
-from models.config.policy import ModelShape, ScratchPolicy
-from models.modeling.parameter_storage import ParameterStorage, store_parameters_as
-from models.modeling.trials import computes_in_float32
-from models.modeling.unread_weights import report_unread_weights
-from models.modeling.weight_files import check_loaded_weights, is_quantized, read_stored_weights
-from models.records.media import ImageSource
-from models.vision.families import FAMILIES
-from models.vision.parts import Part, frozen_names, part_of
-from models.vision.processor import is_vision_model, load_processor
-from models.vision.tower import VisionInputs
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.context import longrope_scales, usable_context
+from rheostat.models.config.policy import ModelShape, ScratchPolicy
+from rheostat.models.modeling.parameter_storage import ParameterStorage, store_parameters_as
+from rheostat.models.modeling.trials import computes_in_float32
+from rheostat.models.modeling.unread_weights import report_unread_weights
+from rheostat.models.modeling.weight_files import check_loaded_weights, is_quantized, read_stored_weights
+from rheostat.models.records.media import ImageSource
+from rheostat.models.vision.families import FAMILIES
+from rheostat.models.vision.parts import Part, frozen_names, part_of
+from rheostat.models.vision.processor import is_vision_model, load_processor
+from rheostat.models.vision.tower import VisionInputs
 
 logger = logging.getLogger(__name__)
 

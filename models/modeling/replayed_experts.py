@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from infra.errors import Damaged
-from models.modeling.experts import Routed, chosen_width, count_experts, routers
-from models.modeling.layout import MicroBatch
-from models.records.model_input import Experts
+from rheostat.infra.errors import Damaged
+from rheostat.models.modeling.experts import Routed, chosen_width, count_experts, routers
+from rheostat.models.modeling.layout import MicroBatch
+from rheostat.models.records.model_input import Experts
 
 _CHOOSES_FREELY: Final = -1
 """Marker in place of an expert's index where the router chooses freely: at padding, and at the last token of a row,

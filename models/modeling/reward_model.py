@@ -21,15 +21,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from infra.errors import BadInput
-from models.config.context import usable_context
-from models.modeling.batching import pack
-from models.modeling.directory import weight_files
-from models.modeling.layout import MicroBatch, lay_out
-from models.modeling.policy import first_line, load_weights
-from models.records.model_input import ModelInput
-from models.text.sequences import require_completion
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.context import usable_context
+from rheostat.models.modeling.batching import pack
+from rheostat.models.modeling.directory import weight_files
+from rheostat.models.modeling.layout import MicroBatch, lay_out
+from rheostat.models.modeling.policy import first_line, load_weights
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.sequences import require_completion
+from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 ENDLESS: Final = 10**9
 """Smallest value of a tokenizer's `model_max_length` that means "no limit"."""

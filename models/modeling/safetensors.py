@@ -21,9 +21,9 @@ import transformers.modeling_utils
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infra.store.bundles import BundledFile
-from infra.store.file_writer import FILES_AT_ONCE, Piece, write_files, write_hashed
-from models.modeling.lazy_tensors import compute_values
+from rheostat.infra.store.bundles import BundledFile
+from rheostat.infra.store.file_writer import FILES_AT_ONCE, Piece, write_files, write_hashed
+from rheostat.models.modeling.lazy_tensors import compute_values
 
 _NAMES: Final = {
     torch.int64: "I64",

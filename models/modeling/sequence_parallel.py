@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from models.modeling.layout import Indexes, SharedRows
+from rheostat.models.modeling.layout import Indexes, SharedRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -27,9 +27,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from infra.errors import BadInput
-from models.config.attention import KERNELS, VARLEN, Attention
-from models.modeling.flash import (
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.attention import KERNELS, VARLEN, Attention
+from rheostat.models.modeling.flash import (
     KernelOptions,
     KernelRows,
     RowsAttention,
@@ -38,13 +38,13 @@ from models.modeling.flash import (
     flash_kernel,
     repeat_tokens,
 )
-from models.modeling.layout import SharedRows, lay_out
-from models.modeling.sequence_parallel import SequenceParallelGroup
-from models.modeling.trials import trial_dtype, trial_weights
-from models.modeling.trunk import find_trunk
-from models.modeling.varlen import require_varlen, supports_varlen, varlen_kernel
-from models.records.model_input import ModelInput
-from models.vision.tower import reads_images, treats_images_as_text
+from rheostat.models.modeling.layout import SharedRows, lay_out
+from rheostat.models.modeling.sequence_parallel import SequenceParallelGroup
+from rheostat.models.modeling.trials import trial_dtype, trial_weights
+from rheostat.models.modeling.trunk import find_trunk
+from rheostat.models.modeling.varlen import require_varlen, supports_varlen, varlen_kernel
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.vision.tower import reads_images, treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
 _KERNEL: Final = "rows_"

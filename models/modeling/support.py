@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from infra.errors import BadInput
-from models.modeling.merging import find_base, is_adapter
-from models.modeling.trunk import find_trunk
+from rheostat.infra.errors import BadInput
+from rheostat.models.modeling.merging import find_base, is_adapter
+from rheostat.models.modeling.trunk import find_trunk
 
 DEQUANTIZED: Final = {"compressed-tensors": ("run_compressed", False)}
 """Name and value of the setting in `quantization_config` with which transformers loads unquantized weights, by

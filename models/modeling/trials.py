@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.modeling.trunk import find_trunk
+from rheostat.models.modeling.trunk import find_trunk
 
 KEPT_TENSORS: Final = 2
 """Number of tensors that are kept at a time. The tokens of an expert alternate between two parameters that hold

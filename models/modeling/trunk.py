@@ -5,7 +5,7 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 
 def find_trunk(model: PreTrainedModel) -> PreTrainedModel:

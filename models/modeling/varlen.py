@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from infra.errors import BadInput
-from models.modeling.flash import RowsAttention
+from rheostat.infra.errors import BadInput
+from rheostat.models.modeling.flash import RowsAttention
 
 HEAD_MULTIPLE: Final = 8
 """The kernel supports heads whose size is a multiple of this number (`mha_varlen_fwd` in PyTorch's flash_api.cpp).

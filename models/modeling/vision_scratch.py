@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from models.config.policy import VisionScratchPolicy
-from models.modeling.policy import lock_model_construction, save_policy, scratch_config
-from models.text.tokenizer import train_tokenizer
+from rheostat.models.config.policy import VisionScratchPolicy
+from rheostat.models.modeling.policy import lock_model_construction, save_policy, scratch_config
+from rheostat.models.text.tokenizer import train_tokenizer
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _SPECIAL: Final = (IMAGE, AROUND, WHOLE)

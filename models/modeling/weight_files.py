@@ -13,9 +13,9 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.user_files import FETCH_LFS, is_lfs_pointer
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.user_files import FETCH_LFS, is_lfs_pointer
 
 FLOATS: Final = ("F64", "F32", "BF16", "F16")
 """Floating-point dtypes in which weights may be stored, by their names in safetensors files."""

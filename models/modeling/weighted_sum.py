@@ -19,15 +19,30 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from infra.errors import BadInput
-from infra.store.bundles import CONTENTS, Contents
-from infra.store.file_writer import describe_pieces, write_hashed
-from infra.store.inputs import fetch_path, format_path, recorded_base
-from models.config.policy import MergePolicy
-from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
-from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, find_base, is_adapter, read_adapter
-from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
-from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import CONTENTS, Contents
+from rheostat.infra.store.file_writer import describe_pieces, write_hashed
+from rheostat.infra.store.inputs import fetch_path, format_path, recorded_base
+from rheostat.models.config.policy import MergePolicy
+from rheostat.models.modeling.directory import (
+    INDEX,
+    KEPT,
+    check_directory,
+    copy_config_files,
+    meta_policy,
+    weight_files,
+)
+from rheostat.models.modeling.merging import (
+    SETTINGS,
+    TENSORS,
+    Adapter,
+    add_adapter,
+    find_base,
+    is_adapter,
+    read_adapter,
+)
+from rheostat.models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
+from rheostat.models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
 
 MEANING: Final = (
     *("model_type", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function"),

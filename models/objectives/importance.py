@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from infra.variants import implementation_of
-from models.config.objectives import (
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.objectives import (
     MAX_LOG_RATIO,
     Correction,
     MaskedImportance,

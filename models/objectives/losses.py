@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infra.variants import implementation_of
-from models.config.objectives import (
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.objectives import (
     Aggregation,
     Cispo,
     ConstantMean,
@@ -29,8 +29,8 @@ from models.config.objectives import (
     TokenMean,
     UpdateConfig,
 )
-from models.objectives.importance import Corrected, correct, exp_ratio, k3, mismatch
-from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs, MetricSums
+from rheostat.models.objectives.importance import Corrected, correct, exp_ratio, k3, mismatch
+from rheostat.models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs, MetricSums
 
 
 def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from infra.errors import BadInput, InputErrors
-from infra.store.inputs import format_path
-from models.data.dropping import describe_empty_file
-from models.data.nested import find_field, has_field
-from models.data.rows import peek_rows, read_rows
-from models.data.rubrics import parse_rubric
-from models.data.shapes import ANSWER_GROUPS, CHAT_COLUMNS, PROMPT_GROUPS, recognize
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.store.inputs import format_path
+from rheostat.models.data.dropping import describe_empty_file
+from rheostat.models.data.nested import find_field, has_field
+from rheostat.models.data.rows import peek_rows, read_rows
+from rheostat.models.data.rubrics import parse_rubric
+from rheostat.models.data.shapes import ANSWER_GROUPS, CHAT_COLUMNS, PROMPT_GROUPS, recognize
 
 Content = Literal["text", "chat", "structure", "other"]
 """Content of a column: "text" (texts or numbers), "chat" (lists of messages), "structure" (other lists and objects), or

@@ -1,4 +1,4 @@
-"""Proposal of a job for a data file and a policy: `python -m models.proposals.command`.
+"""Proposal of a job for a data file and a policy: `python -m rheostat.models.proposals.command`.
 
 Reads a `ProposalRequest` as JSON on stdin. Prints `{"error": "", "proposal": {…}}`, or the error in one line with exit
 code 2. It runs in a separate process because flows may not import code that loads tokenizers.
@@ -9,8 +9,8 @@ import json
 import os
 import sys
 
-from infra.errors import BadInput
-from models.config.proposals import ProposalRequest
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.proposals import ProposalRequest
 
 
 def main() -> int:
@@ -19,7 +19,7 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     proposal, error = None, ""
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
-        from models.proposals.job import propose_job
+        from rheostat.models.proposals.job import propose_job
 
         try:
             request = ProposalRequest.model_validate_json(sys.stdin.read())

@@ -12,19 +12,19 @@ from typing import Final, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
-from infra.config import Settings
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.data import FileData
-from models.config.lora import LoraConfig
-from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy
-from models.config.proposals import JobProposal, ProposalRequest
-from models.data.problems import Problem, load_problems
-from models.inspection.directory import Inspected, inspect_policy
-from models.proposals.columns import Columns, find_columns
-from models.proposals.rewards import RewardProposal, propose_reward
-from models.proposals.sizes import (
+from rheostat.infra.config import Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import DirectoryPolicy
+from rheostat.models.config.proposals import JobProposal, ProposalRequest
+from rheostat.models.data.problems import Problem, load_problems
+from rheostat.models.inspection.directory import Inspected, inspect_policy
+from rheostat.models.proposals.columns import Columns, find_columns
+from rheostat.models.proposals.rewards import RewardProposal, propose_reward
+from rheostat.models.proposals.sizes import (
     GROUP_SIZE,
     Machine,
     TextLengths,
@@ -38,7 +38,7 @@ from models.proposals.sizes import (
     propose_new_tokens,
     propose_prompts,
 )
-from models.text.tokenizer import problem_texts, tokenize_problems
+from rheostat.models.text.tokenizer import problem_texts, tokenize_problems
 
 FRACTIONS: Final = (0.1, 0.2, 0.3, 0.5)
 """Shares of held-out problems, tried in this order until both splits have problems. In a small file, 0.1 may select

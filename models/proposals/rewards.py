@@ -8,10 +8,10 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from models.config.reward_terms import MathReward, NumericReward
-from models.rewards.code import read_tests
-from models.rewards.ifeval import read_checks
-from models.rewards.rules import Reward, build_reward
+from rheostat.models.config.reward_terms import MathReward, NumericReward
+from rheostat.models.rewards.code import read_tests
+from rheostat.models.rewards.ifeval import read_checks
+from rheostat.models.rewards.rules import Reward, build_reward
 
 NEARLY_ALL: Final = 0.95
 """Minimum share of answers that must be of a kind, so that a reward for this kind is proposed."""

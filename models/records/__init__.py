@@ -1,3 +1,3 @@
 """Records that stages exchange. Importing this package registers the schemas of all shards with the store."""
 
-from models.records import schemas as schemas
+from rheostat.models.records import schemas as schemas

@@ -9,11 +9,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import pyarrow as pa
 
-from infra.config import Settings
-from infra.errors import Damaged
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, open_tables, read_shard
-from models.records.pictures import STATES, States, read_states
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, open_tables, read_shard
+from rheostat.models.records.pictures import STATES, States, read_states
 
 MEDIA: str = "media"
 """Kind of the shards that contain images."""

@@ -6,9 +6,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import JsonValue
 
-from infra.config import Settings, Since
-from infra.store.inputs import Location, format_path, has_run, is_on_hub, is_remote
-from infra.store.runs import Run, open_run
+from rheostat.infra.config import Settings, Since
+from rheostat.infra.store.inputs import Location, format_path, has_run, is_on_hub, is_remote
+from rheostat.infra.store.runs import Run, open_run
 
 MERGE: Final = "merge.json"
 """Name of the file in a merged policy's directory that records which policies (parents) were merged, and with which

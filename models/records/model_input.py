@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from infra.errors import Damaged
-from models.records.columns import (
+from rheostat.infra.errors import Damaged
+from rheostat.models.records.columns import (
     Integers,
     Mask,
     concatenate_lists,
@@ -27,7 +27,7 @@ from models.records.columns import (
     lists,
     row_arrays,
 )
-from models.records.schemas import EXPERTS, experts_type
+from rheostat.models.records.schemas import EXPERTS, experts_type
 
 COMPLETION_TOKENS: Final = "completion_tokens"
 ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")

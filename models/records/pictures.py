@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from models.records.schemas import MEDIA_SCHEMA
+from rheostat.models.records.schemas import MEDIA_SCHEMA
 
 States = NDArray[np.float32]
 

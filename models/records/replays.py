@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.config import Settings
-from infra.store.shards import ShardRef
-from models.config.engines import SamplingConfig
-from models.config.environments import EnvironmentConfig
+from rheostat.infra.config import Settings
+from rheostat.infra.store.shards import ShardRef
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import EnvironmentConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from infra.config import Settings
-from infra.store.bundles import BundleRef
-from models.config.retriever import Terms
+from rheostat.infra.config import Settings
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.retriever import Terms
 
 
 @dataclass(frozen=True, slots=True)

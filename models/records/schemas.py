@@ -5,7 +5,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from infra.store.shards import ShardKind, declare_kinds
+from rheostat.infra.store.shards import ShardKind, declare_kinds
 
 
 class FinishReason(StrEnum):
@@ -50,7 +50,7 @@ PROMPT_SCHEMA = pa.schema(
 TEMPLATE: Final = "template"
 """Name of an additional text column of prompts. It is present if a chat has tools, template variables, or messages with
 more fields than MESSAGE. It contains the input of the chat template as JSON
-(`models.data.problems.encode_template_input`), or an empty text for other prompts."""
+(`rheostat.models.data.problems.encode_template_input`), or an empty text for other prompts."""
 
 MEDIA_SCHEMA = pa.schema(
     [

@@ -2,12 +2,12 @@
 
 from typing import Any, Protocol, cast
 
-from infra.plugins import find_target
-from models.config.data import DataConfig
-from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
-from models.config.preferences import PreferencesConfig
-from models.records.versions import ModelVersion
-from models.records.work import JudgeWarmupWork, RewardModelWork
+from rheostat.infra.plugins import find_target
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
+from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import JudgeWarmupWork, RewardModelWork
 
 
 class TrainingOrder(Protocol):

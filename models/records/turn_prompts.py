@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.records.columns import Integers, concatenate_lists, empty_rows, flat, lengths_of, lists
-from models.records.model_input import COMPLETION_TOKENS, TURN_PROMPT, read_segments
-from models.records.schemas import PER_TOKEN
+from rheostat.models.records.columns import Integers, concatenate_lists, empty_rows, flat, lengths_of, lists
+from rheostat.models.records.model_input import COMPLETION_TOKENS, TURN_PROMPT, read_segments
+from rheostat.models.records.schemas import PER_TOKEN
 
 _OF_TOKENS: Final = (COMPLETION_TOKENS, *PER_TOKEN)
 

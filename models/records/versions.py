@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from blake3 import blake3
 from pydantic import JsonValue
 
-from infra.store.bundles import CONTENTS, BundleRef
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import ShardRef
+from rheostat.infra.store.bundles import CONTENTS, BundleRef
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from infra.store.bundles import BundleRef
-from infra.store.shards import ShardRef
-from models.config.algorithms import CriticConfig
-from models.config.data import DataConfig
-from models.config.denoising import DenoisingConfig
-from models.config.engines import SamplingConfig
-from models.config.environments import DialogueEnvironment, EnvironmentConfig
-from models.config.images import PixelLimits
-from models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
-from models.config.policy import PolicyConfig
-from models.config.preferences import PreferencesConfig
-from models.config.rollout import DynamicSampling, PartialRollout
-from models.config.teachers import TeacherDirectory
-from models.config.training import DpoConfig, SupervisedWarmup, WarmupConfig
-from models.records.versions import ModelVersion
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.shards import ShardRef
+from rheostat.models.config.algorithms import CriticConfig
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import DialogueEnvironment, EnvironmentConfig
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
+from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.rollout import DynamicSampling, PartialRollout
+from rheostat.models.config.teachers import TeacherDirectory
+from rheostat.models.config.training import DpoConfig, SupervisedWarmup, WarmupConfig
+from rheostat.models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Final, cast
 
 import numpy as np
 
-from infra.errors import BadInput
-from infra.plugins import find_target
-from models.config.data import DeduplicatedData, FileData, MixtureData
-from models.data.problems import Problem, identity, load_problems
-from models.data.reading import ReadingReport, report_reading
-from models.retrieval.encoders import Retriever
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target
+from rheostat.models.config.data import DeduplicatedData, FileData, MixtureData
+from rheostat.models.data.problems import Problem, identity, load_problems
+from rheostat.models.data.reading import ReadingReport, report_reading
+from rheostat.models.retrieval.encoders import Retriever
 
 WHERE: Final = "data.retriever"
 

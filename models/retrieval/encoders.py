@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.errors import BadInput
-from infra.store.inputs import fetch_path, format_path
-from models.config.retriever import EncoderConfig
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path, format_path
+from rheostat.models.config.retriever import EncoderConfig
+from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer

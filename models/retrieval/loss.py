@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config.retriever import Terms
+from rheostat.models.config.retriever import Terms
 
 FORBIDDEN = -1e9
 """Score assigned to passages that are not candidates, low enough that their softmax probability is 0."""

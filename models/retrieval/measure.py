@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from models.records.retrievals import Retrieval
-from models.retrieval.pairs import PairSet
+from rheostat.models.records.retrievals import Retrieval
+from rheostat.models.retrieval.pairs import PairSet
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer

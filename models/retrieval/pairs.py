@@ -8,15 +8,15 @@ from typing import Any, Final, Protocol, cast
 
 import numpy as np
 
-from infra.config import Settings
-from infra.errors import BadInput, InputErrors
-from infra.variants import implementation_of
-from models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
-from models.data.canonical import fold_text
-from models.data.messages import read_text
-from models.data.problems import is_heldout
-from models.data.rows import read_rows
-from models.records.seeds import derive_seed
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
+from rheostat.models.data.canonical import fold_text
+from rheostat.models.data.messages import read_text
+from rheostat.models.data.problems import is_heldout
+from rheostat.models.data.rows import read_rows
+from rheostat.models.records.seeds import derive_seed
 
 
 class Pair(Settings):

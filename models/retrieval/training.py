@@ -16,10 +16,10 @@ from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config.retriever import EncoderConfig, RetrieverConfig, Terms
-from models.records.seeds import derive_seed
-from models.retrieval.loss import TeacherScores, dense_scores, late_scores, loss_terms
-from models.retrieval.pairs import Pair, PairSet
+from rheostat.models.config.retriever import EncoderConfig, RetrieverConfig, Terms
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.retrieval.loss import TeacherScores, dense_scores, late_scores, loss_terms
+from rheostat.models.retrieval.pairs import Pair, PairSet
 
 logger = logging.getLogger(__name__)
 

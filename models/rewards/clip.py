@@ -23,21 +23,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-from infra.errors import BadInput
-from infra.store.contracts import Store
-from infra.store.inputs import fetch_path, format_path
-from models.config.clip_rewards import ClipReward, ClipSettings
-from models.config.judges import ClipModel, ClipModelReward
-from models.data.problems import Problem
-from models.modeling.directory import copy_directory
-from models.modeling.policy import first_line, load_weights
-from models.modeling.reward_model import ScoredTexts
-from models.records.media import Media
-from models.records.model_input import image_digests
-from models.records.work import JudgeWork
-from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
-from models.vision.color_conversion import decode_rgb
-from models.vision.processor import BACKEND, SETTINGS
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.inputs import fetch_path, format_path
+from rheostat.models.config.clip_rewards import ClipReward, ClipSettings
+from rheostat.models.config.judges import ClipModel, ClipModelReward
+from rheostat.models.data.problems import Problem
+from rheostat.models.modeling.directory import copy_directory
+from rheostat.models.modeling.policy import first_line, load_weights
+from rheostat.models.modeling.reward_model import ScoredTexts
+from rheostat.models.records.media import Media
+from rheostat.models.records.model_input import image_digests
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+from rheostat.models.vision.color_conversion import decode_rgb
+from rheostat.models.vision.processor import BACKEND, SETTINGS
 
 WHERE: Final = "reward 'clip': path"
 HEAD_FILE: Final = "clip_head.safetensors"

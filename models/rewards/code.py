@@ -13,12 +13,12 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from infra.processes.programs import Program, Programs, SandboxFailed
-from models.config.reward_terms import CodeReward
-from models.config.rewards import ScoringConfig
-from models.judges.verdicts import Judgement
-from models.rewards.evaluate import Case
-from models.text.steps import find_last_code
+from rheostat.infra.processes.programs import Program, Programs, SandboxFailed
+from rheostat.models.config.reward_terms import CodeReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.judges.verdicts import Judgement
+from rheostat.models.rewards.evaluate import Case
+from rheostat.models.text.steps import find_last_code
 
 SOLUTION: Final = "solution.py"
 CHECKING: Final = """

@@ -5,10 +5,10 @@ from itertools import accumulate
 
 import pyarrow as pa
 
-from models.config.reward_terms import EnvironmentReward
-from models.judges.verdicts import Judgement
-from models.rollouts.groups import TurnRecord
-from models.text.steps import Spans
+from rheostat.models.config.reward_terms import EnvironmentReward
+from rheostat.models.judges.verdicts import Judgement
+from rheostat.models.rollouts.groups import TurnRecord
+from rheostat.models.text.steps import Spans
 
 
 def read_turns(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:

@@ -17,15 +17,21 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final, cast
 
-from infra.errors import BadInput, WorkerLost
-from infra.processes.child import MAX_ENDS, ProcessEnded, RestartingProcess, rheostat_interpreter, user_interpreter
-from infra.processes.functions import CallResult, FunctionProcess, RunFunction
-from models.config.reward_terms import RuleReward, Segmentation
-from models.config.rewards import ScoringConfig
-from models.records.media import ImageSource
-from models.rewards.rules import build_reward
-from models.rollouts.groups import ChatMessage
-from models.text.steps import Spans, StepValues, split_steps
+from rheostat.infra.errors import BadInput, WorkerLost
+from rheostat.infra.processes.child import (
+    MAX_ENDS,
+    ProcessEnded,
+    RestartingProcess,
+    rheostat_interpreter,
+    user_interpreter,
+)
+from rheostat.infra.processes.functions import CallResult, FunctionProcess, RunFunction
+from rheostat.models.config.reward_terms import RuleReward, Segmentation
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.media import ImageSource
+from rheostat.models.rewards.rules import build_reward
+from rheostat.models.rollouts.groups import ChatMessage
+from rheostat.models.text.steps import Spans, StepValues, split_steps
 
 Value = float | StepValues | Spans
 """Score that a reward gives to one completion: a number, or one number for each step, token or turn."""
@@ -69,7 +75,7 @@ class Case:
 
 ReferenceCheck = Callable[[str], object]
 """Function that raises ValueError if a reward cannot use a reference answer."""
-OURS = "models.rewards."
+OURS = "rheostat.models.rewards."
 """Prefix of the module names of Rheostat's built-in reward functions. Functions of other modules are the user's."""
 
 

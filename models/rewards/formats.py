@@ -12,11 +12,11 @@ from jsonschema.validators import validator_for
 from pydantic import JsonValue
 from referencing import Registry
 
-from infra.errors import BadInput
-from infra.validation_errors import nearest
-from models.config.text_rewards import JsonSchemaReward, LanguageReward, LengthReward, RepetitionReward
-from models.rewards.packages import require_package
-from models.rewards.rules import Reward
+from rheostat.infra.errors import BadInput
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.text_rewards import JsonSchemaReward, LanguageReward, LengthReward, RepetitionReward
+from rheostat.models.rewards.packages import require_package
+from rheostat.models.rewards.rules import Reward
 
 _CODE_BLOCK: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _CACHED_SCHEMAS: Final = 256

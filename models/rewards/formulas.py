@@ -16,9 +16,9 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 
-from models.rewards.answers import join_thousands, to_plain
-from models.rewards.expression_size import MAX_DIGITS, Expression, can_evaluate
-from models.rewards.numerals import read_unit
+from rheostat.models.rewards.answers import join_thousands, to_plain
+from rheostat.models.rewards.expression_size import MAX_DIGITS, Expression, can_evaluate
+from rheostat.models.rewards.numerals import read_unit
 
 MAX_NESTING: Final = 100
 """Maximum nesting depth of brackets in a text that is searched for formulas."""

@@ -14,10 +14,10 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.validation_errors import nearest
-from models.config.text_rewards import IfevalReward
-from models.rewards.instructions import INSTRUCTIONS, read_arguments
-from models.rewards.rules import Reward
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.text_rewards import IfevalReward
+from rheostat.models.rewards.instructions import INSTRUCTIONS, read_arguments
+from rheostat.models.rewards.rules import Reward
 
 _CACHED: Final = 256
 """Maximum number of reference answers whose parsed checks a process caches."""

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from pydantic import JsonValue
 
-from infra.validation_errors import nearest
-from models.rewards.packages import require_package
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.rewards.packages import require_package
 
 OPTIONS: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """Sentences of the instruction `constrained_response`. A text must contain one of them."""

@@ -19,8 +19,8 @@ import sympy
 from math_verify import parse, verify
 from sympy.logic.boolalg import Boolean
 
-from models.config.reward_terms import MathReward
-from models.rewards.answers import (
+from rheostat.models.config.reward_terms import MathReward
+from rheostat.models.rewards.answers import (
     MAX_COMPLETION,
     FinalAnswer,
     find_answer,
@@ -30,11 +30,18 @@ from models.rewards.answers import (
     to_plain,
     unwrap,
 )
-from models.rewards.expression_size import Expression, can_evaluate
-from models.rewards.formulas import Formula, can_parse, find_formulas, has_multiple_on_left, read_formula, spelling_of
-from models.rewards.numerals import Numeral, agree, is_same_unit, read_numeral, rounds_to
-from models.rewards.rules import Reward
-from models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
+from rheostat.models.rewards.expression_size import Expression, can_evaluate
+from rheostat.models.rewards.formulas import (
+    Formula,
+    can_parse,
+    find_formulas,
+    has_multiple_on_left,
+    read_formula,
+    spelling_of,
+)
+from rheostat.models.rewards.numerals import Numeral, agree, is_same_unit, read_numeral, rounds_to
+from rheostat.models.rewards.rules import Reward
+from rheostat.models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
 
 FEW_ZEROS: Final = 6
 """Number of zeros directly after the decimal point up to which math-verify's default precision is sufficient."""

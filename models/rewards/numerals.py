@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import floor, log10
 from typing import Final
 
-from models.rewards.words import is_word
+from rheostat.models.rewards.words import is_word
 
 MAX_LENGTH: Final = 1000
 """Maximum number of characters of a text that is read as a number."""

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 
 def require_package(module: str, package: str, where: str) -> None:

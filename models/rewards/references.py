@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from models.config.text_rewards import BleuReward, ExactMatchReward, F1Reward, ReferenceReward, RougeReward
-from models.rewards.packages import require_package
-from models.rewards.rules import Reward
+from rheostat.models.config.text_rewards import BleuReward, ExactMatchReward, F1Reward, ReferenceReward, RougeReward
+from rheostat.models.rewards.packages import require_package
+from rheostat.models.rewards.rules import Reward
 
 Compare = Callable[[str, str], float]
 """Function that returns how well a completion matches one reference, from 0 to 1. White space at the ends of both texts

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Protocol, cast
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from infra.errors import BadInput
-from infra.variants import implementation_of
-from models.config.reward_terms import BuiltInReward, NumericReward, PatternSteps, RegexReward
-from models.config.rewards import BuiltInConfig
-from models.rewards.answers import MAX_COMPLETION, to_latex, to_plain, unwrap
-from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral, read_numeral
+from rheostat.infra.errors import BadInput
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.reward_terms import BuiltInReward, NumericReward, PatternSteps, RegexReward
+from rheostat.models.config.rewards import BuiltInConfig
+from rheostat.models.rewards.answers import MAX_COMPLETION, to_latex, to_plain, unwrap
+from rheostat.models.rewards.numerals import Numeral, is_same_value, read_leading_numeral, read_numeral
 
 
 class Reward(Protocol):
@@ -168,7 +168,7 @@ def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
         """Divide the completion into steps and return the length of each step in characters."""
-        from models.text.steps import split_steps
+        from rheostat.models.text.steps import split_steps
 
         return [len(step) for step in split_steps(completion, steps)]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.statistics import pass_at
-from models.config.rewards import RewardConfig, ScoringConfig
-from models.judges.verdicts import Judgement
-from models.records.schemas import score_schema
-from models.rewards.evaluate import NO_TOKEN_TEXTS, Value, Verdict
-from models.text.steps import Spans, StepValues, aggregate, assign_spans
+from rheostat.infra.statistics import pass_at
+from rheostat.models.config.rewards import RewardConfig, ScoringConfig
+from rheostat.models.judges.verdicts import Judgement
+from rheostat.models.records.schemas import score_schema
+from rheostat.models.rewards.evaluate import NO_TOKEN_TEXTS, Value, Verdict
+from rheostat.models.text.steps import Spans, StepValues, aggregate, assign_spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Reward for semantic similarity: a retriever embeds the completion and the reference answer."""
 
-from models.config.reward_terms import SimilarityReward
-from models.retrieval.encoders import Retriever
-from models.rewards.rules import Reward
+from rheostat.models.config.reward_terms import SimilarityReward
+from rheostat.models.retrieval.encoders import Retriever
+from rheostat.models.rewards.rules import Reward
 
 
 def similarity_reward(config: SimilarityReward) -> Reward:

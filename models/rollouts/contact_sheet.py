@@ -10,7 +10,7 @@ from typing import Final
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from models.data.images import open_picture
+from rheostat.models.data.images import open_picture
 
 GAP: Final = 8
 """Space around each picture of a contact sheet in pixels."""

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.judges.votes import CANARY
-from models.records.columns import Mask, lengths_of
-from models.records.model_input import zero_experts
-from models.records.schemas import EXPERTS
+from rheostat.models.judges.votes import CANARY
+from rheostat.models.records.columns import Mask, lengths_of
+from rheostat.models.records.model_input import zero_experts
+from rheostat.models.records.schemas import EXPERTS
 
 _TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run", "role")
 _NUMBERS_KEPT: Final = ("staleness", "steps")

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from models.config.rollout import PartialRollout
-from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments, decode_template_input
-from models.engines.protocol import Completion, Request
-from models.records.model_input import (
+from rheostat.models.config.rollout import PartialRollout
+from rheostat.models.data.problems import NO_ARGUMENTS, Message, TemplateArguments, decode_template_input
+from rheostat.models.engines.protocol import Completion, Request
+from rheostat.models.records.model_input import (
     ENVIRONMENT,
     TURN_PROMPT,
     ModelInput,
@@ -21,9 +21,9 @@ from models.records.model_input import (
     rollout_columns,
     rollout_inputs,
 )
-from models.records.pictures import Picture
-from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, TEMPLATE, FinishReason
-from models.records.seeds import sample_seed
+from rheostat.models.records.pictures import Picture
+from rheostat.models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, TEMPLATE, FinishReason
+from rheostat.models.records.seeds import sample_seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.config import Settings
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard
-from models.data.images import data_address, thumbnail
-from models.records.media import Media, ShownImage
-from models.records.model_input import completion_lengths, image_digests
-from models.records.work import ExcerptWork, ScoredShard
-from models.rollouts.groups import TurnRecord
+from rheostat.infra.config import Settings
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.data.images import data_address, thumbnail
+from rheostat.models.records.media import Media, ShownImage
+from rheostat.models.records.model_input import completion_lengths, image_digests
+from rheostat.models.records.work import ExcerptWork, ScoredShard
+from rheostat.models.rollouts.groups import TurnRecord
 
 PICTURED: Final = 4
 """Maximum number of completions in a report whose images are shown as thumbnails."""

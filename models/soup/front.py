@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from infra.config import Settings
-from models.records.columns import Floats, Mask
+from rheostat.infra.config import Settings
+from rheostat.models.records.columns import Floats, Mask
 
 MIN_INSIDE_SHARE: Final = 0.2
 """Minimum share of every reward in a preference (weighting of rewards) that counts as balanced instead of close to a

@@ -12,9 +12,9 @@ from itertools import product
 
 import numpy as np
 
-from infra.errors import BadInput
-from models.config.soup import SoupMethod, find_beta_conflict
-from models.records.columns import Floats
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.soup import SoupMethod, find_beta_conflict
+from rheostat.models.records.columns import Floats
 
 SUM_ERROR = 1e-6
 """Maximum deviation from 1 of the sum of the shares in a preference, to allow for rounding."""

@@ -19,10 +19,10 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from infra.errors import BadInput
-from infra.plugins import nearest_name
-from models.text.calls import Call, ParsedTurn, Parser, decode_arguments
-from models.text.tokenizer import ToolSchema
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import nearest_name
+from rheostat.models.text.calls import Call, ParsedTurn, Parser, decode_arguments
+from rheostat.models.text.tokenizer import ToolSchema
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Final, NoReturn
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from infra.plugins import check_function, find_target, nearest_name
-from models.text.chats import TemplateFailed, parse_response, render_chats
-from models.text.tokenizer import ToolSchema
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import check_function, find_target, nearest_name
+from rheostat.models.text.chats import TemplateFailed, parse_response, render_chats
+from rheostat.models.text.tokenizer import ToolSchema
 
 _SPACE: Final = re.compile(r"\s*")
 _BETWEEN_CALLS: Final = re.compile(r"[\s;]*")
@@ -333,6 +333,6 @@ def _parse_by_target(target: str, text: str) -> ParsedTurn:
     parsed = parse(text)
     if not isinstance(parsed, ParsedTurn):
         raise ValueError(
-            f"the parser {target!r} must return a models.text.calls.ParsedTurn, but it returned {parsed!r:.80}"
+            f"the parser {target!r} must return a rheostat.models.text.calls.ParsedTurn, but it returned {parsed!r:.80}"
         )
     return parsed

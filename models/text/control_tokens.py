@@ -22,9 +22,9 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from models.data.problems import NO_ARGUMENTS, Message, Prompt, TemplateArguments
-from models.text.chats import join_templates
-from models.text.message_texts import as_message, list_texts, map_message
+from rheostat.models.data.problems import NO_ARGUMENTS, Message, Prompt, TemplateArguments
+from rheostat.models.text.chats import join_templates
+from rheostat.models.text.message_texts import as_message, list_texts, map_message
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)
 """Range of Unicode characters without a meaning (private use), from which separators and marks are chosen."""

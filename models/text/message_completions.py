@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from models.config.texts import TextRules
-from models.data.problems import Message, TemplateArguments
-from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens
-from models.text.message_texts import as_message
-from models.text.template_fields import fit_chats
-from models.text.turn_end import find_turn_end
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.texts import TextRules
+from rheostat.models.data.problems import Message, TemplateArguments
+from rheostat.models.text.chats import TemplateFailed, render_chats
+from rheostat.models.text.control_tokens import ControlTokens
+from rheostat.models.text.message_texts import as_message
+from rheostat.models.text.template_fields import fit_chats
+from rheostat.models.text.turn_end import find_turn_end
 
 
 @dataclass(frozen=True, slots=True)

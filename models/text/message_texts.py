@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from models.data.problems import Message, TemplateArguments
+from rheostat.models.data.problems import Message, TemplateArguments
 
 
 def as_message(arguments: TemplateArguments) -> Message:

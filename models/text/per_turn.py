@@ -1,21 +1,22 @@
 """Separate prompts for each turn: before each turn, the chat template renders the whole chat again, including earlier
 turns.
 
-Control tokens in texts from an environment are always encoded as ordinary text, as in `models.text.turns`. Torch-free.
+Control tokens in texts from an environment are always encoded as ordinary text, as in `rheostat.models.text.turns`.
+Torch-free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from infra.errors import BadInput
-from models.data.problems import Message, Prompt, TemplateArguments
-from models.text.calls import Call, ParsedTurn, encode_call
-from models.text.chats import TemplateFailed
-from models.text.control_tokens import ControlTokens, Marks, separator_for
-from models.text.message_texts import as_message
-from models.text.template_fields import fit_chats
-from models.text.turns import (
+from rheostat.infra.errors import BadInput
+from rheostat.models.data.problems import Message, Prompt, TemplateArguments
+from rheostat.models.text.calls import Call, ParsedTurn, encode_call
+from rheostat.models.text.chats import TemplateFailed
+from rheostat.models.text.control_tokens import ControlTokens, Marks, separator_for
+from rheostat.models.text.message_texts import as_message
+from rheostat.models.text.template_fields import fit_chats
+from rheostat.models.text.turns import (
     QUESTION,
     REPLY,
     TURN,

@@ -8,21 +8,21 @@ from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.config.texts import TextRules
-from models.data.examples import Example
-from models.data.preferences import Preference
-from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
-from models.records.model_input import ModelInput
-from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, Marks
-from models.text.message_completions import WrittenCompletion, write_completion
-from models.text.message_texts import as_message
-from models.text.template_fields import fit_chats
-from models.text.tokenizer import render, tokenize_prompts
-from models.text.turn_end import TurnEnd, find_turn_end
-from models.vision.processor import VisionProcessor
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.texts import TextRules
+from rheostat.models.data.examples import Example
+from rheostat.models.data.preferences import Preference
+from rheostat.models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.chats import TemplateFailed, render_chats
+from rheostat.models.text.control_tokens import ControlTokens, Marks
+from rheostat.models.text.message_completions import WrittenCompletion, write_completion
+from rheostat.models.text.message_texts import as_message
+from rheostat.models.text.template_fields import fit_chats
+from rheostat.models.text.tokenizer import render, tokenize_prompts
+from rheostat.models.text.turn_end import TurnEnd, find_turn_end
+from rheostat.models.vision.processor import VisionProcessor
 
 _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 

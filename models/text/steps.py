@@ -14,7 +14,7 @@ from typing import Final, Literal, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from models.config.reward_terms import BlankLines, PatternSteps, Segmentation
+from rheostat.models.config.reward_terms import BlankLines, PatternSteps, Segmentation
 
 Aggregate = Literal["mean", "sum", "min"]
 """Name of the function that combines the scores of a completion's steps, tokens or turns into one number."""

@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from models.data.problems import NO_ARGUMENTS, TemplateArguments
-from models.text.chats import TemplateFailed, render_chats, select_template
+from rheostat.models.data.problems import NO_ARGUMENTS, TemplateArguments
+from rheostat.models.text.chats import TemplateFailed, render_chats, select_template
 
 Chat = Sequence[dict[str, object]]
 """Messages of a chat in the format of chat templates."""

@@ -12,7 +12,7 @@ from typing import Final
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from infra.errors import Damaged
+from rheostat.infra.errors import Damaged
 
 LONGEST_SEARCHED: Final = 1024
 """Maximum number of tokens of a completion for which token starts are found by a slow search. The search is needed if

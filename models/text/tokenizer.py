@@ -12,12 +12,12 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput, InputErrors
-from models.config.policy import ScratchPolicy
-from models.config.texts import RULES_BEFORE, TextRules
-from models.data.images import ImageHeader, read_header
-from models.data.problems import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.data.images import ImageHeader, read_header
+from rheostat.models.data.problems import (
     NO_ARGUMENTS,
     Message,
     Problem,
@@ -27,12 +27,12 @@ from models.data.problems import (
     check_places,
     identity,
 )
-from models.records.model_input import ModelInput
-from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, count_appended_tokens
-from models.text.message_texts import as_message
-from models.text.template_fields import Chat, fit_chats
-from models.vision.processor import VisionProcessor
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.chats import TemplateFailed, render_chats
+from rheostat.models.text.control_tokens import ControlTokens, count_appended_tokens
+from rheostat.models.text.message_texts import as_message
+from rheostat.models.text.template_fields import Chat, fit_chats
+from rheostat.models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
 PAD = "<|pad|>"

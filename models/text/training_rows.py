@@ -5,16 +5,16 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput, InputErrors
-from models.config.texts import TextRules
-from models.config.training import TrainedTurns
-from models.data.examples import Example
-from models.data.training_chats import TrainingChat, TrainingRow, TrainingText
-from models.records.model_input import ModelInput
-from models.text.sequences import example_inputs
-from models.text.whole_chats import ChatEncoder
-from models.vision.processor import VisionProcessor
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import TrainedTurns
+from rheostat.models.data.examples import Example
+from rheostat.models.data.training_chats import TrainingChat, TrainingRow, TrainingText
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.sequences import example_inputs
+from rheostat.models.text.whole_chats import ChatEncoder
+from rheostat.models.vision.processor import VisionProcessor
 
 
 def encode_rows(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from models.text.turns import find_end_of_last_turn, turn_format
+from rheostat.infra.errors import BadInput
+from rheostat.models.text.turns import find_end_of_last_turn, turn_format
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from typing import Final
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from models.data.problems import Content, Message, TemplateArguments
-from models.text.calls import call_id, encode_call
-from models.text.chats import TemplateFailed, join_templates, render_chats
-from models.text.control_tokens import break_tokens, control_token_pattern, separator_for
-from models.text.tokenizer import ToolSchema, renders_plain_text
+from rheostat.infra.errors import BadInput
+from rheostat.models.data.problems import Content, Message, TemplateArguments
+from rheostat.models.text.calls import call_id, encode_call
+from rheostat.models.text.chats import TemplateFailed, join_templates, render_chats
+from rheostat.models.text.control_tokens import break_tokens, control_token_pattern, separator_for
+from rheostat.models.text.tokenizer import ToolSchema, renders_plain_text
 
 Chat = list[dict[str, object]]
 """Messages of a chat in the format of chat templates."""

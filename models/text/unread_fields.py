@@ -7,9 +7,9 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
-from models.data.problems import Message, Prompt, TemplateArguments, add_image_places
-from models.text.chats import TemplateFailed, find_variables, render_chats, select_template
-from models.text.template_fields import fit_chats
+from rheostat.models.data.problems import Message, Prompt, TemplateArguments, add_image_places
+from rheostat.models.text.chats import TemplateFailed, find_variables, render_chats, select_template
+from rheostat.models.text.template_fields import fit_chats
 
 KWARGS: Final = "chat_template_kwargs."
 CONTENT: Final = "content of role "

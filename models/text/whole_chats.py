@@ -14,28 +14,28 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput, InputErrors
-from models.config.texts import TextRules
-from models.config.training import TrainedTurns
-from models.data.images import read_header
-from models.data.problems import Message, TemplateArguments, add_image_places
-from models.data.training_chats import TrainingChat
-from models.records.model_input import ModelInput
-from models.text.chats import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import TrainedTurns
+from rheostat.models.data.images import read_header
+from rheostat.models.data.problems import Message, TemplateArguments, add_image_places
+from rheostat.models.data.training_chats import TrainingChat
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.chats import (
     MarkedChat,
     TemplateFailed,
     marks_generation,
     render_chats,
     render_marked_chats,
 )
-from models.text.control_tokens import ControlTokens, Marks
-from models.text.message_texts import as_message
-from models.text.template_fields import Chat, fit_chats
-from models.text.tokenizer import renders_plain_text
-from models.text.turn_end import find_turn_end
-from models.text.turns import TURN, first_error_line
-from models.vision.processor import VisionProcessor
+from rheostat.models.text.control_tokens import ControlTokens, Marks
+from rheostat.models.text.message_texts import as_message
+from rheostat.models.text.template_fields import Chat, fit_chats
+from rheostat.models.text.tokenizer import renders_plain_text
+from rheostat.models.text.turn_end import find_turn_end
+from rheostat.models.text.turns import TURN, first_error_line
+from rheostat.models.vision.processor import VisionProcessor
 
 CHATS_AT_A_TIME: Final = 64
 """Number of chats that are prepared at a time, which limits memory."""

@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard, write_shard
-from models.config.teachers import TeacherEndpoint
-from models.endpoints.prompt_logprobs import TokenScorer
-from models.modeling.batching import Sequences, StepPlan, plan_step
-from models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
-from models.records.columns import Mask, concatenate_tables, lists, select_rows
-from models.records.model_input import (
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.models.config.teachers import TeacherEndpoint
+from rheostat.models.endpoints.prompt_logprobs import TokenScorer
+from rheostat.models.modeling.batching import Sequences, StepPlan, plan_step
+from rheostat.models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
+from rheostat.models.records.columns import Mask, concatenate_tables, lists, select_rows
+from rheostat.models.records.model_input import (
     ROLLOUT_INPUT,
     completion_lengths,
     generated_tokens_mask,
     rollout_inputs,
     select_with_experts,
 )
-from models.records.schemas import ESTIMATE_SCHEMA
-from models.records.turn_prompts import split_at_prompts
-from models.records.work import EstimateWork
-from models.text.tokenizer import build_token_decoder, load_tokenizer
-from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
-from models.vision.families import ImageTokens
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA
+from rheostat.models.records.turn_prompts import split_at_prompts
+from rheostat.models.records.work import EstimateWork
+from rheostat.models.text.tokenizer import build_token_decoder, load_tokenizer
+from rheostat.models.training.ranks import Ranks, broadcast_bytes, gather_bytes
+from rheostat.models.vision.families import ImageTokens
 
 _COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from models.config.objectives import UpdateConfig
-from models.modeling.layout import MicroBatch
-from models.modeling.logprobs import ForwardInput, TokenLogprobs, TokenModule
-from models.modeling.parameter_storage import DTYPES, cast_parameters
-from models.modeling.policy import load_policy, load_vision
-from models.modeling.trials import float32_trials
-from models.records.media import ImageSource
-from models.training.ranks import Ranks
-from models.training.sharding import choose_storage
-from models.training.trainer import build_engine_config, release_parameters
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.layout import MicroBatch
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs, TokenModule
+from rheostat.models.modeling.parameter_storage import DTYPES, cast_parameters
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.modeling.trials import float32_trials
+from rheostat.models.records.media import ImageSource
+from rheostat.models.training.ranks import Ranks
+from rheostat.models.training.sharding import choose_storage
+from rheostat.models.training.trainer import build_engine_config, release_parameters
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

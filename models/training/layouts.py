@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 _ALIGNMENT: Final = 2
 """DeepSpeed's `nccl_start_alignment_factor`. ZeRO-1 and ZeRO-2 pad the vector of all parameters to a multiple of this

@@ -14,15 +14,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from infra.errors import Quarantined
-from models.config.judges import TrainedRewardModel
-from models.config.training import DpoConfig, SupervisedWarmup
-from models.modeling.batching import Rows, Sequences, plan_step
-from models.modeling.layout import MicroBatch, lay_out
-from models.objectives.losses import DpoTerms, PairTerms
-from models.text.sequences import SequencePair
-from models.training.ranks import Ranks, sum_and_max
-from models.training.trainer import Trainer, learning_rate
+from rheostat.infra.errors import Quarantined
+from rheostat.models.config.judges import TrainedRewardModel
+from rheostat.models.config.training import DpoConfig, SupervisedWarmup
+from rheostat.models.modeling.batching import Rows, Sequences, plan_step
+from rheostat.models.modeling.layout import MicroBatch, lay_out
+from rheostat.models.objectives.losses import DpoTerms, PairTerms
+from rheostat.models.text.sequences import SequencePair
+from rheostat.models.training.ranks import Ranks, sum_and_max
+from rheostat.models.training.trainer import Trainer, learning_rate
 
 LAST_STEPS = 20
 """Number of last training steps over which final metrics and reported losses are averaged."""

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from models.config.objectives import UpdateConfig
-from models.config.optimizers import Adam8bit, AdamW, Muon
-from models.modeling.adapters import trained_parameters
-from models.modeling.logprobs import TokenModule
-from models.modeling.trunk import find_trunk
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.optimizers import Adam8bit, AdamW, Muon
+from rheostat.models.modeling.adapters import trained_parameters
+from rheostat.models.modeling.logprobs import TokenModule
+from rheostat.models.modeling.trunk import find_trunk
 
 OptimizerFunction = Callable[[TokenModule, UpdateConfig, Any], Optimizer]
 """Function that builds an optimizer. Its arguments are the module under training, the settings of the update and the

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from infra.store.bundles import (
+from rheostat.infra.store.bundles import (
     BundledFile,
     BundleRef,
     Contents,
@@ -20,12 +20,12 @@ from infra.store.bundles import (
     sync_bundle,
     sync_bundle_files,
 )
-from infra.store.contracts import Store
-from infra.store.staging import find_readable_store, upload_staged_files
-from models.denoising.pipeline import is_pipeline, link_frozen_parts
-from models.records.versions import ModelVersion
-from models.text.template_files import copy_named_templates
-from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_contents, wait_for_ranks
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.staging import find_readable_store, upload_staged_files
+from rheostat.models.denoising.pipeline import is_pipeline, link_frozen_parts
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.template_files import copy_named_templates
+from rheostat.models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_contents, wait_for_ranks
 
 Put = Literal["durable", "early", "staged", "not"]
 """Way of storing the files of a new version.

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from infra.errors import BadInput
-from infra.pools.forks import THREADED_MODULES, hide_modules
-from infra.store.bundles import BundledFile, Contents
-from models.engines.device import choose_device
-from models.modeling.sequence_parallel import SequenceParallelGroup
+from rheostat.infra.errors import BadInput
+from rheostat.infra.pools.forks import THREADED_MODULES, hide_modules
+from rheostat.infra.store.bundles import BundledFile, Contents
+from rheostat.models.engines.device import choose_device
+from rheostat.models.modeling.sequence_parallel import SequenceParallelGroup
 
 COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
 """Maximum time for which NCCL waits in a collective operation. The default of 10 minutes would end ranks that wait

@@ -8,13 +8,13 @@ from typing import Final
 
 from torch import Tensor
 
-from infra.errors import Damaged
-from models.records.versions import ModelVersion, StageTimer
-from models.records.work import UpdateWork
-from models.training.ranks import Ranks, any_rank
-from models.training.states import StateWriter
-from models.training.trainer import Trainer
-from models.training.versions import ResidentTrainer
+from rheostat.infra.errors import Damaged
+from rheostat.models.records.versions import ModelVersion, StageTimer
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.training.ranks import Ranks, any_rank
+from rheostat.models.training.states import StateWriter
+from rheostat.models.training.trainer import Trainer
+from rheostat.models.training.versions import ResidentTrainer
 
 NEAR: Final = 0.25
 """Maximum distance between the weights of a committed update and those of its repetition, as a fraction of the distance

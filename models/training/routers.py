@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from models.modeling.experts import load_metrics
-from models.modeling.layout import MicroBatch
-from models.training.ranks import Ranks, sum_over_ranks
-from models.training.trainer import Trainer
+from rheostat.models.modeling.experts import load_metrics
+from rheostat.models.modeling.layout import MicroBatch
+from rheostat.models.training.ranks import Ranks, sum_over_ranks
+from rheostat.models.training.trainer import Trainer
 
 
 class RouterTally:

@@ -11,22 +11,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from infra.counts import format_count
-from infra.errors import Damaged
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard
-from models.modeling.batching import Sequences
-from models.modeling.layout import TrainingSample
-from models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays
-from models.records.model_input import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.modeling.batching import Sequences
+from rheostat.models.modeling.layout import TrainingSample
+from rheostat.models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays
+from rheostat.models.records.model_input import (
     attach_experts,
     sample_inputs,
     sample_lengths,
     select_with_experts,
     trained_tokens_mask,
 )
-from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
-from models.vision.families import ImageTokens
+from rheostat.models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
+from rheostat.models.vision.families import ImageTokens
 
 
 @dataclass(frozen=True, slots=True)

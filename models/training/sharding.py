@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from models.config.objectives import UpdateConfig
-from models.modeling.parameter_storage import DTYPES, ParameterStorage, Shard
-from models.modeling.trials import is_sharded
-from models.training.ranks import Ranks, any_rank
-from models.training.trainer import build_engine_config
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.parameter_storage import DTYPES, ParameterStorage, Shard
+from rheostat.models.modeling.trials import is_sharded
+from rheostat.models.training.ranks import Ranks, any_rank
+from rheostat.models.training.trainer import build_engine_config
 
 
 def choose_storage(update: UpdateConfig, *, ranks: Ranks) -> ParameterStorage:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from infra.counts import format_count
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import (
     BundledFile,
     BundleRef,
     Contents,
@@ -24,14 +24,14 @@ from infra.store.bundles import (
     has_bundle,
     put_bundle_file,
 )
-from infra.store.checksums import canonical_json
-from infra.store.contracts import Store
-from infra.store.file_writer import Piece, describe_pieces, write_pieces
-from models.config.objectives import UpdateConfig
-from models.modeling.safetensors import copy_to_host, tensor_pieces
-from models.training.layouts import StateLayout, convert_state
-from models.training.ranks import Ranks, any_rank, gather_contents
-from models.training.trainer import Moments, Trainer
+from rheostat.infra.store.checksums import canonical_json
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.file_writer import Piece, describe_pieces, write_pieces
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.safetensors import copy_to_host, tensor_pieces
+from rheostat.models.training.layouts import StateLayout, convert_state
+from rheostat.models.training.ranks import Ranks, any_rank, gather_contents
+from rheostat.models.training.trainer import Moments, Trainer
 
 _LAYOUT = "state.json"
 

@@ -13,23 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infra.errors import BadInput
-from models.config.texts import TextRules
-from models.config.training import SupervisedWarmup, TrainedTurns
-from models.data.examples import Example
-from models.data.training_chats import TrainingRow
-from models.engines.requests import generation_settings, stated_ends
-from models.modeling.batching import Rows, Sequences, fill_microbatches, pack_groups, plan_step
-from models.modeling.head import LossGradient
-from models.modeling.layout import MicroBatch, lay_out
-from models.records.model_input import ModelInput
-from models.text.sequences import example_inputs
-from models.text.tokenizer import load_tokenizer
-from models.text.training_rows import encode_rows
-from models.training.offline import LAST_STEPS, TrainingCallbacks, TrainingResult, report_steps, take_step
-from models.training.ranks import Ranks, sum_and_max
-from models.training.trainer import Trainer
-from models.vision.processor import VisionProcessor, load_processor
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import SupervisedWarmup, TrainedTurns
+from rheostat.models.data.examples import Example
+from rheostat.models.data.training_chats import TrainingRow
+from rheostat.models.engines.requests import generation_settings, stated_ends
+from rheostat.models.modeling.batching import Rows, Sequences, fill_microbatches, pack_groups, plan_step
+from rheostat.models.modeling.head import LossGradient
+from rheostat.models.modeling.layout import MicroBatch, lay_out
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.sequences import example_inputs
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.text.training_rows import encode_rows
+from rheostat.models.training.offline import LAST_STEPS, TrainingCallbacks, TrainingResult, report_steps, take_step
+from rheostat.models.training.ranks import Ranks, sum_and_max
+from rheostat.models.training.trainer import Trainer
+from rheostat.models.vision.processor import VisionProcessor, load_processor
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from infra.errors import Damaged
-from infra.store.bundles import BundledFile
-from infra.variants import implementation_of
-from models.config.objectives import UpdateConfig
-from models.modeling.adapters import disable_adapters, has_adapters, save_adapters, trained_parameters
-from models.modeling.experts import ExpertRouting
-from models.modeling.head import LossGradient
-from models.modeling.layout import MicroBatch
-from models.modeling.lazy_tensors import build_lazy_state
-from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.parameter_storage import DTYPES, cast_parameters
-from models.modeling.safetensors import FileShare, copy_to_host
-from models.modeling.trials import float32_trials
-from models.training.optimizers import OptimizerFunction
-from models.training.ranks import Ranks
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import BundledFile
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.adapters import disable_adapters, has_adapters, save_adapters, trained_parameters
+from rheostat.models.modeling.experts import ExpertRouting
+from rheostat.models.modeling.head import LossGradient
+from rheostat.models.modeling.layout import MicroBatch
+from rheostat.models.modeling.lazy_tensors import build_lazy_state
+from rheostat.models.modeling.logprobs import ForwardInput, TokenModule
+from rheostat.models.modeling.parameter_storage import DTYPES, cast_parameters
+from rheostat.models.modeling.safetensors import FileShare, copy_to_host
+from rheostat.models.modeling.trials import float32_trials
+from rheostat.models.training.optimizers import OptimizerFunction
+from rheostat.models.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

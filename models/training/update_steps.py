@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.config.objectives import UpdateConfig
-from models.modeling.batching import Rows, StepPlan, plan_steps
-from models.modeling.head import LossGradient
-from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
-from models.objectives.importance import needs_old
-from models.objectives.loss_inputs import LossInputs, MetricSums
-from models.objectives.losses import (
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.batching import Rows, StepPlan, plan_steps
+from rheostat.models.modeling.head import LossGradient
+from rheostat.models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
+from rheostat.models.objectives.importance import needs_old
+from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
+from rheostat.models.objectives.losses import (
     explained_variance,
     fit_sums,
     tally_mismatch,
@@ -30,12 +30,12 @@ from models.objectives.losses import (
     update_loss,
     value_loss,
 )
-from models.records.work import UpdateWork
-from models.training.ranks import Ranks, sum_and_max
-from models.training.routers import RouterTally
-from models.training.samples import TrainingSamples, read_training_rows, stale_shares, weighted_lengths
-from models.training.trainer import Forward, Trainer, learning_rate
-from models.vision.families import ImageTokens
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.training.ranks import Ranks, sum_and_max
+from rheostat.models.training.routers import RouterTally
+from rheostat.models.training.samples import TrainingSamples, read_training_rows, stale_shares, weighted_lengths
+from rheostat.models.training.trainer import Forward, Trainer, learning_rate
+from rheostat.models.vision.families import ImageTokens
 
 _STEP_PREFIX: Final = "denoising_step_"
 """Prefix of metric names that refer to one denoising step, such as "denoising_step_3"."""

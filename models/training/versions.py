@@ -5,29 +5,29 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from infra.store.bundles import fetch_bundle, has_bundle
-from infra.store.contracts import Store
-from models.config.denoising import DenoisingConfig
-from models.config.objectives import UpdateConfig
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser, read_pipeline
-from models.denoising.steps import GenerationSetup, StepLogprobs
-from models.modeling.adapters import load_trainable
-from models.modeling.critic import TokenValues, load_critic
-from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
-from models.modeling.trials import float32_trials
-from models.records.media import Gallery
-from models.records.model_input import ModelInput
-from models.records.versions import ModelVersion
-from models.training.frozen import FrozenModel, load_frozen_policy
-from models.training.publishing import Put, publish_version
-from models.training.ranks import Ranks, any_rank
-from models.training.sharding import choose_storage
-from models.training.states import StateWriter, load_state
-from models.training.trainer import Forward, Moments, Trainer
-from models.vision.families import ImageTokens
-from models.vision.processor import load_processor
+from rheostat.infra.store.bundles import fetch_bundle, has_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.modeling.adapters import load_trainable
+from rheostat.models.modeling.critic import TokenValues, load_critic
+from rheostat.models.modeling.logprobs import TokenLogprobs, TokenModule
+from rheostat.models.modeling.policy import freeze, load_policy, load_vision, trains_vision
+from rheostat.models.modeling.trials import float32_trials
+from rheostat.models.records.media import Gallery
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.training.frozen import FrozenModel, load_frozen_policy
+from rheostat.models.training.publishing import Put, publish_version
+from rheostat.models.training.ranks import Ranks, any_rank
+from rheostat.models.training.sharding import choose_storage
+from rheostat.models.training.states import StateWriter, load_state
+from rheostat.models.training.trainer import Forward, Moments, Trainer
+from rheostat.models.vision.families import ImageTokens
+from rheostat.models.vision.processor import load_processor
 
 logger = logging.getLogger(__name__)
 

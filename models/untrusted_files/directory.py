@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from infra.errors import BadInput
-from infra.user_files import FETCH_LFS, is_lfs_pointer
+from rheostat.infra.errors import BadInput
+from rheostat.infra.user_files import FETCH_LFS, is_lfs_pointer
 
 MAX_BYTES: Final = {
     **dict.fromkeys(("config.json", "generation_config.json", "adapter_config.json"), 2**24),

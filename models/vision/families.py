@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 
 class ImageSize(NamedTuple):

@@ -7,7 +7,7 @@ This module does not import torch.
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 Part = Literal["vision", "projector", "language"]
 

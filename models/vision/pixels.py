@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from infra.errors import BadInput
-from models.config.images import PixelLimits
-from models.vision.processor import SETTINGS, VisionProcessor, load_processor
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.vision.processor import SETTINGS, VisionProcessor, load_processor
 
 SIZED_BY_PIXELS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Values of `model_type` whose image processor resizes each image to between a minimum and a maximum number of

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer
 
-from infra.counts import format_count
-from infra.errors import BadInput
-from models.vision.color_conversion import decode_rgb
-from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Parts, Setting
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.models.vision.color_conversion import decode_rgb
+from rheostat.models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Parts, Setting
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
 BACKEND: Final = "pil"

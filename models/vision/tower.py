@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from infra.errors import BadInput
-from models.records.media import ImageSource
-from models.records.model_input import ModelInput
-from models.vision.processor import PreparedImage, VisionProcessor
+from rheostat.infra.errors import BadInput
+from rheostat.models.records.media import ImageSource
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.vision.processor import PreparedImage, VisionProcessor
 
 T = TypeVar("T")
 

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.judges import EndpointJudge, JudgeReward
-from models.engines.protocol import StepSums
-from models.judges.chats import mark_prompt
-from models.judges.rubrics import combine_answers, combine_judgements
-from models.judges.verdicts import Answer, Judge, Judgement, lowest_reward, read_verdict
-from models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
-from models.records.media import Media
-from models.records.model_input import image_digests
-from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import ModelVersion, Outcome, order_statistics
-from models.records.work import JudgeWork
-from models.text.steps import split_steps
-from models.workers.prompt_chats import Chat, read_chats, read_rubrics
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.judges import EndpointJudge, JudgeReward
+from rheostat.models.engines.protocol import StepSums
+from rheostat.models.judges.chats import mark_prompt
+from rheostat.models.judges.rubrics import combine_answers, combine_judgements
+from rheostat.models.judges.verdicts import Answer, Judge, Judgement, lowest_reward, read_verdict
+from rheostat.models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
+from rheostat.models.records.media import Media
+from rheostat.models.records.model_input import image_digests
+from rheostat.models.records.schemas import VERDICT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome, order_statistics
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.text.steps import split_steps
+from rheostat.models.workers.prompt_chats import Chat, read_chats, read_rubrics
 
 if TYPE_CHECKING:
-    from models.judges.local import LocalJudge
+    from rheostat.models.judges.local import LocalJudge
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _num_steps(judged: JudgedCompletion, reward: JudgeReward) -> int:
 
 
 def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
-    from models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
+    from rheostat.models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
 
     assert reward.engine is not None, "a model that is not behind an endpoint has an engine"
     return LocalJudge(
@@ -210,7 +210,7 @@ def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
 
 
 def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
-    from models.judges import endpoint
+    from rheostat.models.judges import endpoint
 
     return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.answer_verdict)
 

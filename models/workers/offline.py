@@ -9,59 +9,65 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra.store.bundles import fetch_bundle
-from infra.store.contracts import Store
-from infra.store.progress import StepNotes
-from models.config.data import DataConfig
-from models.config.denoising import DenoisingConfig
-from models.config.objectives import UpdateConfig
-from models.config.preferences import PreferencesConfig
-from models.config.texts import RULES_BEFORE, TextRules
-from models.config.training import ChatTraining, SupervisedWarmup
-from models.data.examples import Example, picture_examples, warmup_examples
-from models.data.images import digest_of
-from models.data.preferences import Preference, load_preferences
-from models.data.problems import Problem
-from models.data.reading import report_reading
-from models.data.training_chats import load_chats, order_chats
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser, read_pipeline
-from models.denoising.policy import policy_context
-from models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
-from models.engines.requests import generation_settings, stated_ends
-from models.environments.user_view import user_examples
-from models.judges.prompts import judge_examples
-from models.modeling.batching import Sequences
-from models.modeling.critic import TokenValues, critic_from_policy
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_vision
-from models.modeling.trials import float32_trials
-from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
-from models.records.media import Gallery, InMemoryImages
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import (
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.progress import StepNotes
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.config.training import ChatTraining, SupervisedWarmup
+from rheostat.models.data.examples import Example, picture_examples, warmup_examples
+from rheostat.models.data.images import digest_of
+from rheostat.models.data.preferences import Preference, load_preferences
+from rheostat.models.data.problems import Problem
+from rheostat.models.data.reading import report_reading
+from rheostat.models.data.training_chats import load_chats, order_chats
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
+from rheostat.models.denoising.policy import policy_context
+from rheostat.models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
+from rheostat.models.engines.requests import generation_settings, stated_ends
+from rheostat.models.environments.user_view import user_examples
+from rheostat.models.judges.prompts import judge_examples
+from rheostat.models.modeling.batching import Sequences
+from rheostat.models.modeling.critic import TokenValues, critic_from_policy
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.modeling.trials import float32_trials
+from rheostat.models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
+from rheostat.models.records.media import Gallery, InMemoryImages
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import (
     JudgeWarmupWork,
     PreferenceWork,
     RewardModelWork,
     UserWarmupWork,
     WarmupWork,
 )
-from models.text.sequences import SequencePair, policy_pairs, reward_pairs
-from models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
-from models.text.training_rows import enforce_chat_length
-from models.training.offline import (
+from rheostat.models.text.sequences import SequencePair, policy_pairs, reward_pairs
+from rheostat.models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
+from rheostat.models.text.training_rows import enforce_chat_length
+from rheostat.models.training.offline import (
     PairScores,
     PreferenceTraining,
     TrainingCallbacks,
     TrainingResult,
     train_on_preferences,
 )
-from models.training.ranks import Ranks
-from models.training.sharding import choose_storage
-from models.training.supervised import SupervisedData, encode_chats, encode_examples, fine_tune, fine_tune_on_inputs
-from models.training.trainer import Trainer
-from models.training.versions import Build, ResidentTrainer
-from models.vision.processor import load_processor
+from rheostat.models.training.ranks import Ranks
+from rheostat.models.training.sharding import choose_storage
+from rheostat.models.training.supervised import (
+    SupervisedData,
+    encode_chats,
+    encode_examples,
+    fine_tune,
+    fine_tune_on_inputs,
+)
+from rheostat.models.training.trainer import Trainer
+from rheostat.models.training.versions import Build, ResidentTrainer
+from rheostat.models.vision.processor import load_processor
 
 
 class OfflineTrainer:

@@ -10,14 +10,14 @@ import torch
 from blake3 import blake3
 from pydantic import JsonValue
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.inputs import fetch_path
-from infra.store.shards import write_shard
-from infra.store.storage import open_store
-from models.data.canonical import drop_absent
-from models.data.images import media_tables
-from models.data.problems import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.store.shards import write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.data.canonical import drop_absent
+from rheostat.models.data.images import media_tables
+from rheostat.models.data.problems import (
     Problem,
     encode_columns,
     encode_template_input,
@@ -25,19 +25,19 @@ from models.data.problems import (
     identity,
     load_problems,
 )
-from models.data.reading import report_reading
-from models.denoising.policy import policy_context
-from models.environments.runtime import tools_of
-from models.inspection.other_models import check_teacher
-from models.modeling.critic import write_critic
-from models.modeling.directory import copy_directory
-from models.modeling.generation_config import complete_generation_config
-from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
-from models.records.media import MEDIA
-from models.records.model_input import prompt_columns
-from models.records.schemas import PROMPT_SCHEMA, TEMPLATE
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import (
+from rheostat.models.data.reading import report_reading
+from rheostat.models.denoising.policy import policy_context
+from rheostat.models.environments.runtime import tools_of
+from rheostat.models.inspection.other_models import check_teacher
+from rheostat.models.modeling.critic import write_critic
+from rheostat.models.modeling.directory import copy_directory
+from rheostat.models.modeling.generation_config import complete_generation_config
+from rheostat.models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
+from rheostat.models.records.media import MEDIA
+from rheostat.models.records.model_input import prompt_columns
+from rheostat.models.records.schemas import PROMPT_SCHEMA, TEMPLATE
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import (
     CriticWork,
     PolicyWork,
     PromptWork,
@@ -45,9 +45,9 @@ from models.records.work import (
     TeacherWork,
     UserPreparation,
 )
-from models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
-from models.vision.pixels import limit_pixels
-from models.vision.processor import load_processor
+from rheostat.models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
+from rheostat.models.vision.pixels import limit_pixels
+from rheostat.models.vision.processor import load_processor
 
 PILLOW: Final = f"pillow {PIL.__version__}"
 """Name and version of the image decoder. It is recorded because other versions may decode JPEG slightly differently."""

@@ -6,12 +6,12 @@ This module does not import torch.
 import json
 from collections.abc import Mapping, Sequence
 
-from infra.errors import BadInput
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard
-from models.data.problems import Message, TemplateArguments, decode_template_input
-from models.data.rubrics import RUBRIC, Rubric, parse_rubric
-from models.records.schemas import TEMPLATE
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.data.problems import Message, TemplateArguments, decode_template_input
+from rheostat.models.data.rubrics import RUBRIC, Rubric, parse_rubric
+from rheostat.models.records.schemas import TEMPLATE
 
 Chat = tuple[tuple[Message, ...], TemplateArguments]
 """Messages of a prompt (an empty tuple for plain text), and the arguments with which the chat template renders the

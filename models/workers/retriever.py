@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from infra.store.bundles import BundleRef, fetch_bundle, fetch_bundle_file, publish_bundle
-from infra.store.inputs import fetch_path
-from infra.store.storage import open_store
-from models.config.retriever import EncoderConfig, RetrieverConfig
-from models.records.retrievals import CrossEncoderWork, StudentWork
-from models.records.seeds import derive_seed
-from models.records.versions import ModelVersion, Outcome
-from models.retrieval.encoders import build_scratch, check_directory, open_cross_encoder, open_encoder, require_library
-from models.retrieval.pairs import PairSet, load_pairs
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle, fetch_bundle_file, publish_bundle
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.retriever import EncoderConfig, RetrieverConfig
+from rheostat.models.records.retrievals import CrossEncoderWork, StudentWork
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.retrieval.encoders import (
+    build_scratch,
+    check_directory,
+    open_cross_encoder,
+    open_encoder,
+    require_library,
+)
+from rheostat.models.retrieval.pairs import PairSet, load_pairs
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
 
-    from models.retrieval.measure import Ranks
+    from rheostat.models.retrieval.measure import Ranks
 
 PAIRS: Final = "pairs.json"
 
@@ -72,8 +78,8 @@ class RetrieverWorker:
 
         The metrics measure at which rank the encoder finds the correct passage of each held-out query.
         """
-        from models.retrieval.measure import find
-        from models.retrieval.training import train_student
+        from rheostat.models.retrieval.measure import find
+        from rheostat.models.retrieval.training import train_student
 
         config, started, pairs = self._config, time.perf_counter(), self._pairs(work.pairs)
         with self._start(config.encoder, pairs, tokens=config.max_tokens) as start:
@@ -90,8 +96,8 @@ class RetrieverWorker:
         For the metrics, the cross-encoder reorders the best passages that a dual encoder finds for each held-out query.
         The metrics measure at which rank the correct passage is afterwards.
         """
-        from models.retrieval.measure import find, rerank
-        from models.retrieval.training import train_teacher
+        from rheostat.models.retrieval.measure import find, rerank
+        from rheostat.models.retrieval.training import train_teacher
 
         config, started, pairs = self._config, time.perf_counter(), self._pairs(work.pairs)
         with self._start(config.cross_encoder, pairs, tokens=2 * config.max_tokens) as start:
@@ -134,7 +140,7 @@ class RetrieverWorker:
     def _outcome(
         self, ref: BundleRef, ranks_B: "Ranks", terms: Mapping[str, float], seconds: Mapping[str, float]
     ) -> Outcome:
-        from models.retrieval.measure import retrieval_of
+        from rheostat.models.retrieval.measure import retrieval_of
 
         measured = retrieval_of(ranks_B, seed=derive_seed("bootstrap", self._config.seed))
         return Outcome(

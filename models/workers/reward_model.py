@@ -9,23 +9,23 @@ from typing import Literal, Protocol, cast
 import pyarrow as pa
 import torch
 
-from infra.errors import BadInput
-from infra.plugins import find_target
-from infra.store.bundles import fetch_bundle
-from infra.store.contracts import Store
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.judges import HostedModelReward, ModelReward
-from models.data.problems import NO_ARGUMENTS, Message
-from models.engines.device import choose_device
-from models.engines.protocol import StepSums
-from models.modeling.reward_model import ScoredTexts, load_reward_model, score
-from models.records.model_input import ModelInput
-from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import ModelVersion, Outcome, order_statistics
-from models.records.work import JudgeWork
-from models.text.sequences import encode
-from models.workers.prompt_chats import read_chats
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.judges import HostedModelReward, ModelReward
+from rheostat.models.data.problems import NO_ARGUMENTS, Message
+from rheostat.models.engines.device import choose_device
+from rheostat.models.engines.protocol import StepSums
+from rheostat.models.modeling.reward_model import ScoredTexts, load_reward_model, score
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import VERDICT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome, order_statistics
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.text.sequences import encode
+from rheostat.models.workers.prompt_chats import read_chats
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, fetch_bundle, verify_while_reading
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.staging import find_readable_store
-from infra.store.storage import open_store
-from models.config.denoising import DenoisingConfig
-from models.config.engines import EngineConfig
-from models.config.environments import EnvironmentConfig
-from models.engines.protocol import (
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle, verify_while_reading
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.staging import find_readable_store
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.engines import EngineConfig
+from rheostat.models.config.environments import EnvironmentConfig
+from rheostat.models.engines.protocol import (
     Completion,
     ImageEngine,
     RecordsExperts,
@@ -28,14 +28,14 @@ from models.engines.protocol import (
     VisionEngine,
     build_engine,
 )
-from models.environments.runtime import EnvironmentRuntime
-from models.records.media import MEDIA, Media
-from models.records.pictures import build_picture_table
-from models.records.schemas import FinishReason
-from models.records.seeds import derive_seed
-from models.records.versions import ModelVersion, Outcome, order_statistics
-from models.records.work import RolloutWork
-from models.rollouts.groups import Group, build_table, fresh_groups, read_groups
+from rheostat.models.environments.runtime import EnvironmentRuntime
+from rheostat.models.records.media import MEDIA, Media
+from rheostat.models.records.pictures import build_picture_table
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.records.versions import ModelVersion, Outcome, order_statistics
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.rollouts.groups import Group, build_table, fresh_groups, read_groups
 
 logger = logging.getLogger(__name__)
 

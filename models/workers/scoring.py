@@ -8,33 +8,33 @@ import pyarrow as pa
 from pydantic import JsonValue
 from tokenizers import Tokenizer
 
-from infra.counts import format_count
-from infra.errors import BadInput, Quarantined
-from infra.store.bundles import fetch_bundle_file
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import AlgorithmConfig
-from models.config.judges import ServedReward
-from models.config.rewards import ScoringConfig
-from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
-from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, read_total_rewards
-from models.credit.inputs import term_columns
-from models.credit.selection import GroupQuota, informative_prompts
-from models.judges.verdicts import Judgement
-from models.judges.votes import tally, tally_steps
-from models.records.columns import select_rows
-from models.records.media import Media
-from models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
-from models.records.versions import Outcome
-from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
-from models.rewards.code import CodeJudge
-from models.rewards.environment import environment_rewards, find_failures, find_turn_starts, read_turns
-from models.rewards.evaluate import Case, Evaluator
-from models.rewards.scores import combine_results, score_metrics, score_table
-from models.rollouts.groups import TurnRecord
-from models.rollouts.preview import Excerpts, read_excerpts
-from models.text.steps import Spans, StepValues
-from models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.infra.store.bundles import fetch_bundle_file
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.judges import ServedReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
+from rheostat.models.credit.comparison import compare_advantages, compare_rewards, read_rewards, read_total_rewards
+from rheostat.models.credit.inputs import term_columns
+from rheostat.models.credit.selection import GroupQuota, informative_prompts
+from rheostat.models.judges.verdicts import Judgement
+from rheostat.models.judges.votes import tally, tally_steps
+from rheostat.models.records.columns import select_rows
+from rheostat.models.records.media import Media
+from rheostat.models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
+from rheostat.models.rewards.code import CodeJudge
+from rheostat.models.rewards.environment import environment_rewards, find_failures, find_turn_starts, read_turns
+from rheostat.models.rewards.evaluate import Case, Evaluator
+from rheostat.models.rewards.scores import combine_results, score_metrics, score_table
+from rheostat.models.rollouts.groups import TurnRecord
+from rheostat.models.rollouts.preview import Excerpts, read_excerpts
+from rheostat.models.text.steps import Spans, StepValues
+from rheostat.models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import torch
 
-from infra.errors import BadInput
-from infra.store.bundles import BundleRef, fetch_bundle
-from infra.store.shards import ShardRef
-from infra.store.storage import open_store
-from models.config.algorithms import AlgorithmConfig
-from models.config.denoising import DenoisingConfig
-from models.config.objectives import UpdateConfig
-from models.config.teachers import Teacher
-from models.modeling.layout import AuxiliaryForward
-from models.records.media import Media
-from models.records.versions import ModelVersion, Outcome, StageTimer
-from models.records.work import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle
+from rheostat.infra.store.shards import ShardRef
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.teachers import Teacher
+from rheostat.models.modeling.layout import AuxiliaryForward
+from rheostat.models.records.media import Media
+from rheostat.models.records.versions import ModelVersion, Outcome, StageTimer
+from rheostat.models.records.work import (
     EstimateWork,
     JudgeWarmupWork,
     PreferenceWork,
@@ -26,13 +26,13 @@ from models.records.work import (
     UserWarmupWork,
     WarmupWork,
 )
-from models.training.auxiliary import build_endpoint_forward, build_model_forward, write_auxiliary_scores
-from models.training.publishing import Put, make_version_durable
-from models.training.ranks import join_ranks
-from models.training.repeats import Repeater
-from models.training.samples import TrainingSamples, open_samples
-from models.training.trainer import Forward, Trainer
-from models.training.update_steps import (
+from rheostat.models.training.auxiliary import build_endpoint_forward, build_model_forward, write_auxiliary_scores
+from rheostat.models.training.publishing import Put, make_version_durable
+from rheostat.models.training.ranks import join_ranks
+from rheostat.models.training.repeats import Repeater
+from rheostat.models.training.samples import TrainingSamples, open_samples
+from rheostat.models.training.trainer import Forward, Trainer
+from rheostat.models.training.update_steps import (
     StepBatches,
     StepStatistics,
     compute_extra_logprobs,
@@ -43,8 +43,8 @@ from models.training.update_steps import (
     update_metrics,
     value_metrics,
 )
-from models.training.versions import LoadedModels, ResidentTrainer
-from models.workers.offline import OfflineTrainer
+from rheostat.models.training.versions import LoadedModels, ResidentTrainer
+from rheostat.models.workers.offline import OfflineTrainer
 
 logger = logging.getLogger(__name__)
 

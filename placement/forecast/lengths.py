@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from placement.records import Demand, Floats
+from rheostat.placement.records import Demand, Floats
 
 
 @cache

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.forecast.lengths import sample_units, share_below
-from placement.forecast.stage import list_schedule, release_times, unit_seconds
-from placement.records import DrainInputs, Floats, RoleProgress
+from rheostat.placement.forecast.lengths import sample_units, share_below
+from rheostat.placement.forecast.stage import list_schedule, release_times, unit_seconds
+from rheostat.placement.records import DrainInputs, Floats, RoleProgress
 
 OVERDUE_SHARE = 0.25
 """Assumed remaining time of a unit that has already taken longer than all sampled units, as a fraction of its elapsed

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.forecast.lengths import UnitSamples, sample_units
-from placement.records import Demand, Floats, Plan, PlanInputs
+from rheostat.placement.forecast.lengths import UnitSamples, sample_units
+from rheostat.placement.records import Demand, Floats, Plan, PlanInputs
 
 
 def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:

@@ -12,11 +12,11 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.config import AdaptivePlacement
-from placement.forecast.remaining import predict_remaining
-from placement.forecast.stage import Forecast, forecast, score_plans
-from placement.policies.simple import keep_plan
-from placement.records import (
+from rheostat.placement.config import AdaptivePlacement
+from rheostat.placement.forecast.remaining import predict_remaining
+from rheostat.placement.forecast.stage import Forecast, forecast, score_plans
+from rheostat.placement.policies.simple import keep_plan
+from rheostat.placement.records import (
     Decision,
     DrainInputs,
     Memory,
@@ -27,7 +27,7 @@ from placement.records import (
     describe_plan,
     short_label,
 )
-from placement.slots import find_current_plan, list_candidates
+from rheostat.placement.slots import find_current_plan, list_candidates
 
 TIE_MARGIN = 0.02
 """Maximum relative difference for which two predictions are treated as equal."""

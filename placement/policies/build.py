@@ -3,9 +3,9 @@
 import inspect
 from typing import cast
 
-from infra.errors import BadInput
-from infra.plugins import find_target, nearest_name
-from placement.config import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target, nearest_name
+from rheostat.placement.config import (
     AdaptivePlacement,
     ColocatedPlacement,
     FixedPlacement,
@@ -13,9 +13,9 @@ from placement.config import (
     ProportionalPlacement,
     TargetPlacement,
 )
-from placement.policies.adaptive import Adaptive
-from placement.policies.simple import Colocated, Fixed, Proportional
-from placement.records import Policy
+from rheostat.placement.policies.adaptive import Adaptive
+from rheostat.placement.policies.simple import Colocated, Fixed, Proportional
+from rheostat.placement.records import Policy
 
 
 def target_policy(config: TargetPlacement) -> Policy:

@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from placement.forecast.stage import forecast
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, describe_change, short_label
-from placement.slots import build_turns_plan, find_current_plan, nearest_split
+from rheostat.placement.forecast.stage import forecast
+from rheostat.placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, describe_change, short_label
+from rheostat.placement.slots import build_turns_plan, find_current_plan, nearest_split
 
 BOOTSTRAPS = 8
 """Number of bootstrap resamples from which the predicted time in a decision is computed."""

@@ -11,10 +11,10 @@ from typing import Final, cast
 
 from pydantic import BaseModel
 
-from infra.errors import BadInput
-from infra.renamed import present_names_in, with_present_names
-from infra.store.inputs import JobText, place_texts
-from infra.user_files import read_text_file
+from rheostat.infra.errors import BadInput
+from rheostat.infra.renamed import present_names_in, with_present_names
+from rheostat.infra.store.inputs import JobText, place_texts
+from rheostat.infra.user_files import read_text_file
 
 EXTENDS: Final = "extends"
 """Key for the path of another configuration file, relative to the current file. Settings of the other file apply unless

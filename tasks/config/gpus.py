@@ -7,11 +7,11 @@ share of the GPU's memory must leave enough for them.
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from infra.pools.gpu_layout import GpuLayout
-from models.config.engines import BYTES, EngineSettings
-from models.config.job import slot_engines
-from models.config.objectives import UpdateConfig
-from tasks.config.run import RunConfig
+from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.models.config.engines import BYTES, EngineSettings
+from rheostat.models.config.job import slot_engines
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.tasks.config.run import RunConfig
 
 FREED_PARTS: Final = ("activations", "head", "writing", "gathered")
 """Parts of a rank's peak memory that are needed only during an update. `freed_parts` adds the buckets of DeepSpeed."""

@@ -1,6 +1,6 @@
 """Configuration reference, generated from the models.
 
-`python -m tasks.config.reference` prints docs/configuration.md.
+`python -m rheostat.tasks.config.reference` prints docs/configuration.md.
 """
 
 import inspect
@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from infra.validation_errors import field_models
-from tasks.config.run import RunConfig
+from rheostat.infra.validation_errors import field_models
+from rheostat.tasks.config.run import RunConfig
 
 HEAD = """# Configuration
 

@@ -1,22 +1,22 @@
 """Conflicts between the parts of a run's configuration: sizes, names of rewards, worker slots and timeouts.
 
 Each function yields the reasons why parts do not fit together, as messages that name the keys. The conflicts between
-the algorithm, its objectives and its data are in `models.config.job`.
+the algorithm, its objectives and its data are in `rheostat.models.config.job`.
 """
 
 from collections.abc import Iterator
 
-from infra.config import PoolsConfig
-from infra.counts import format_count
-from infra.validation_errors import nearest
-from models.config.algorithms import AlgorithmConfig
-from models.config.budget import BudgetConfig
-from models.config.data import DataConfig
-from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.config.training import EvaluationConfig, RetentionConfig
-from placement.config import PlacementConfig
+from rheostat.infra.config import PoolsConfig
+from rheostat.infra.counts import format_count
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.budget import BudgetConfig
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import RolloutConfig
+from rheostat.models.config.training import EvaluationConfig, RetentionConfig
+from rheostat.placement.config import PlacementConfig
 
 
 def find_size_conflicts(

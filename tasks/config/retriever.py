@@ -5,10 +5,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from infra.errors import BadInput
-from infra.validation_errors import explain
-from models.config.retriever import RetrieverConfig
-from tasks.config.documents import apply_overrides, place_overrides, read_document
+from rheostat.infra.errors import BadInput
+from rheostat.infra.validation_errors import explain
+from rheostat.models.config.retriever import RetrieverConfig
+from rheostat.tasks.config.documents import apply_overrides, place_overrides, read_document
 
 
 def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:

@@ -6,30 +6,30 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from infra.config import RECORDED, PoolsConfig, Settings, encode_recorded, fingerprint_of
-from infra.errors import BadInput
-from infra.renamed import RenamedFrom
-from infra.store.inputs import PathNames, place_texts
-from infra.store.registry import REGISTRIES
-from infra.trackers.config import TrackerConfig
-from infra.validation_errors import explain
-from models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, find_alarm_conflicts
-from models.config.algorithms import AlgorithmConfig, Grpo
-from models.config.budget import BudgetConfig
-from models.config.data import ArithmeticData, DataConfig
-from models.config.job import Job, find_conflicts, find_image_generation_conflicts, find_preference_conflicts
-from models.config.objectives import UpdateConfig
-from models.config.policy import PolicyConfig, ScratchPolicy
-from models.config.preferences import PreferencesConfig
-from models.config.promotion import PromotionConfig, SuiteConfig
-from models.config.retriever import RETRIEVERS
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.config.soup import SOUPS, SoupConfig
-from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
-from placement.config import AdaptivePlacement, PlacementConfig
-from tasks.config.documents import apply_overrides, place_overrides, read_document
-from tasks.config.relations import (
+from rheostat.infra.config import RECORDED, PoolsConfig, Settings, encode_recorded, fingerprint_of
+from rheostat.infra.errors import BadInput
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.store.inputs import PathNames, place_texts
+from rheostat.infra.store.registry import REGISTRIES
+from rheostat.infra.trackers.config import TrackerConfig
+from rheostat.infra.validation_errors import explain
+from rheostat.models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, find_alarm_conflicts
+from rheostat.models.config.algorithms import AlgorithmConfig, Grpo
+from rheostat.models.config.budget import BudgetConfig
+from rheostat.models.config.data import ArithmeticData, DataConfig
+from rheostat.models.config.job import Job, find_conflicts, find_image_generation_conflicts, find_preference_conflicts
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import PolicyConfig, ScratchPolicy
+from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.promotion import PromotionConfig, SuiteConfig
+from rheostat.models.config.retriever import RETRIEVERS
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import RolloutConfig
+from rheostat.models.config.soup import SOUPS, SoupConfig
+from rheostat.models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
+from rheostat.placement.config import AdaptivePlacement, PlacementConfig
+from rheostat.tasks.config.documents import apply_overrides, place_overrides, read_document
+from rheostat.tasks.config.relations import (
     find_controller_conflicts,
     find_name_conflicts,
     find_price_conflicts,

@@ -13,9 +13,9 @@ from typing import Final
 
 from blake3 import blake3
 
-from infra.errors import BadInput
-from infra.user_files import read_text_file
-from tasks.config.documents import toml_value
+from rheostat.infra.errors import BadInput
+from rheostat.infra.user_files import read_text_file
+from rheostat.tasks.config.documents import toml_value
 
 LONGEST: Final = 64
 """Maximum number of characters in the name of a run."""

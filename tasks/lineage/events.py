@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from uuid import NAMESPACE_URL, uuid5
 
-from infra.errors import BadInput, EndpointDown
-from infra.store.registry import REGISTRIES, RegistryRecord
-from infra.store.storage import open_store
-from tasks.lineage.trace import TracedManifest, TracedRun
-from tasks.lineage.versions import TracedVersion
-from tasks.run.keys import BASE, PROMPTS
+from rheostat.infra.errors import BadInput, EndpointDown
+from rheostat.infra.store.registry import REGISTRIES, RegistryRecord
+from rheostat.infra.store.storage import open_store
+from rheostat.tasks.lineage.trace import TracedManifest, TracedRun
+from rheostat.tasks.lineage.versions import TracedVersion
+from rheostat.tasks.run.keys import BASE, PROMPTS
 
 if TYPE_CHECKING:
     from openlineage.client.event_v2 import InputDataset, OutputDataset, RunEvent

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.store.registry import Registry, open_registry, registries
-from infra.store.runs import Run, list_runs, open_run
-from infra.store.shards import read_shard
-from infra.store.tombstones import WHOLE_RUN, deleted_parts
-from tasks.lineage.versions import ancestry
-from tasks.promotion.draft import read_draft, trained_ids_key
-from tasks.run.batch import iterations_without_rollouts
-from tasks.run.iteration import Iteration
-from tasks.run.keys import PROMPTS, SFT, StageKey, iteration_key
-from tasks.run.rescorings import iterations_text
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.registry import Registry, open_registry, registries
+from rheostat.infra.store.runs import Run, list_runs, open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.tombstones import WHOLE_RUN, deleted_parts
+from rheostat.tasks.lineage.versions import ancestry
+from rheostat.tasks.promotion.draft import read_draft, trained_ids_key
+from rheostat.tasks.run.batch import iterations_without_rollouts
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import PROMPTS, SFT, StageKey, iteration_key
+from rheostat.tasks.run.rescorings import iterations_text
 
 PROMPT_ID = re.compile(r"[0-9a-f]{16}")
 

@@ -9,18 +9,18 @@ from typing import Literal
 
 from blake3 import blake3
 
-from infra.config import Settings, read_recorded
-from infra.store.bundles import CONTENTS, BundleRef
-from infra.store.dependencies import DependencyRecord, dependency_records
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, tombstone_key
-from infra.store.tombstones import NeededObjects, Tombstone, is_replacement, needed_objects, tombstones
-from models.config.rewards import ScoringConfig
-from models.records.versions import policy_of
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
-from tasks.run.reverts import policy_key
-from tasks.run.states import STATES
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.store.bundles import CONTENTS, BundleRef
+from rheostat.infra.store.dependencies import DependencyRecord, dependency_records
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, tombstone_key
+from rheostat.infra.store.tombstones import NeededObjects, Tombstone, is_replacement, needed_objects, tombstones
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
+from rheostat.tasks.run.reverts import policy_key
+from rheostat.tasks.run.states import STATES
 
 PartState = Literal["there", "deleted", "rewritten", "missing"]
 """State of stored data: there (the data is stored), deleted (it was deleted on purpose), rewritten (prompts that

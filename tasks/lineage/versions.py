@@ -4,10 +4,10 @@ registry records and from drafts (what a retrain decided when it began)."""
 import re
 from collections.abc import Iterator
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.store.bundles import has_bundle
-from infra.store.registry import (
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import has_bundle
+from rheostat.infra.store.registry import (
     Registry,
     RegistryRecord,
     champion_of,
@@ -15,12 +15,12 @@ from infra.store.registry import (
     open_registry,
     registries,
 )
-from infra.store.runs import list_runs, open_run
-from infra.validation_errors import nearest
-from models.records.versions import policy_of
-from tasks.lineage.trace import TracedRun, trace_run
-from tasks.promotion.draft import read_draft
-from tasks.run.keys import StageKey, iteration_numbers
+from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.lineage.trace import TracedRun, trace_run
+from rheostat.tasks.promotion.draft import read_draft
+from rheostat.tasks.run.keys import StageKey, iteration_numbers
 
 DIGEST = re.compile(r"[0-9a-f]{6,64}")
 

@@ -3,17 +3,17 @@ decisions use these estimates."""
 
 from collections.abc import Iterator
 
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from models.config.engines import EngineSettings
-from models.config.judges import ServedReward
-from placement.measurements import Measurements, Prior, Role, UnitObservation
-from placement.records import Demand, Pace, Plan
-from placement.slots import assign_replicas, count_min_slots
-from tasks.config.run import RunConfig
-from tasks.run.batch import BatchPlan
-from tasks.run.iteration import Iteration
-from tasks.run.keys import reward_model_role
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.engines import EngineSettings
+from rheostat.models.config.judges import ServedReward
+from rheostat.placement.measurements import Measurements, Prior, Role, UnitObservation
+from rheostat.placement.records import Demand, Pace, Plan
+from rheostat.placement.slots import assign_replicas, count_min_slots
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.batch import BatchPlan
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import reward_model_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:

@@ -14,19 +14,25 @@ from dataclasses import asdict
 from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
-from infra.pools.fleet import Fleet
-from infra.pools.moves import Move
-from models.records.versions import policy_of
-from placement.measurements import Role
-from placement.policies.build import build_policy
-from placement.records import Decision, DrainInputs, InFlight, Plan, PlanInputs, RoleProgress
-from tasks.config.gpus import gpu_layout
-from tasks.placement.demand import add_observations, read_measurements, rollout_demand, scoring_demand, workers_per_role
-from tasks.run.batch import Batch, BatchPlan
-from tasks.run.iteration import Iteration
-from tasks.run.keys import artifact_key, reward_model_role
-from tasks.run.open_run import OpenRun, PlacementState
-from tasks.run.stages import stage
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.moves import Move
+from rheostat.models.records.versions import policy_of
+from rheostat.placement.measurements import Role
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision, DrainInputs, InFlight, Plan, PlanInputs, RoleProgress
+from rheostat.tasks.config.gpus import gpu_layout
+from rheostat.tasks.placement.demand import (
+    add_observations,
+    read_measurements,
+    rollout_demand,
+    scoring_demand,
+    workers_per_role,
+)
+from rheostat.tasks.run.batch import Batch, BatchPlan
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import artifact_key, reward_model_role
+from rheostat.tasks.run.open_run import OpenRun, PlacementState
+from rheostat.tasks.run.stages import stage
 
 logger = logging.getLogger(__name__)
 

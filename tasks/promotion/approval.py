@@ -10,13 +10,13 @@ from prefect.flow_runs import asuspend_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
-from infra.store.registry import Registry, RegistryRecord, open_registry
-from tasks.config.run import RunConfig
-from tasks.events import emit_record
-from tasks.promotion.gate import GateResult
-from tasks.promotion.page import report_gate
-from tasks.promotion.registry import promote, refuse
-from tasks.promotion.suites import promotion_rules
+from rheostat.infra.store.registry import Registry, RegistryRecord, open_registry
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.events import emit_record
+from rheostat.tasks.promotion.gate import GateResult
+from rheostat.tasks.promotion.page import report_gate
+from rheostat.tasks.promotion.registry import promote, refuse
+from rheostat.tasks.promotion.suites import promotion_rules
 
 logger = logging.getLogger(__name__)
 

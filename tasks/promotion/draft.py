@@ -11,15 +11,15 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Final
 
-from infra.config import Settings, Since
-from infra.errors import BadInput
-from infra.store.checksums import seal, unseal
-from infra.store.registry import RETRAINS, Registry, open_registry
-from infra.store.runs import list_runs, open_run
-from models.config.file_rules import CURRENT_RULES, find_file_version, with_file_version
-from models.config.promotion import PromotionConfig
-from tasks.config.run import RunConfig, validate_again
-from tasks.views.run_list import read_run_line
+from rheostat.infra.config import Settings, Since
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.checksums import seal, unseal
+from rheostat.infra.store.registry import RETRAINS, Registry, open_registry
+from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.models.config.file_rules import CURRENT_RULES, find_file_version, with_file_version
+from rheostat.models.config.promotion import PromotionConfig
+from rheostat.tasks.config.run import RunConfig, validate_again
+from rheostat.tasks.views.run_list import read_run_line
 
 logger = logging.getLogger(__name__)
 

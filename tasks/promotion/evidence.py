@@ -11,16 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
 
-from infra.store.manifests import Manifest
-from infra.store.runs import Run, open_run
-from infra.store.shards import read_shard
-from models.data.problems import identity
-from models.records.schemas import FinishReason
-from models.records.versions import policy_of
-from tasks.promotion.suites import Suite
-from tasks.run.batch import Batch
-from tasks.run.keys import PROMPTS, StageKey, evaluation_key
-from tasks.views.metrics import Accuracy, accuracy_of
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.data.problems import identity
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.promotion.suites import Suite
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import PROMPTS, StageKey, evaluation_key
+from rheostat.tasks.views.metrics import Accuracy, accuracy_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,30 @@ from collections.abc import Iterator, Mapping
 
 from blake3 import blake3
 
-from infra.config import Settings
-from infra.costs import total
-from infra.errors import Quarantined
-from infra.store.registry import Registry, open_registry
-from infra.store.runs import Run, open_run
-from models.config.promotion import ComparisonRule, Floor, LimitsConfig, PromotionConfig
-from models.gate.comparison import PairedDifference, PairedScores, compare
-from models.gate.contamination import Contamination, contamination
-from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
-from tasks.config.run import RunConfig
-from tasks.promotion.draft import read_draft, trained_ids_key
-from tasks.promotion.evidence import SuiteAnswers, mean_score, prompt_identities, read_answers
-from tasks.promotion.suites import CHALLENGER, Opponent, Suite, promotion_rules, suites_of
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.stages import stage
-from tasks.views.metrics import Accuracy, run_costs
+from rheostat.infra.config import Settings
+from rheostat.infra.costs import total
+from rheostat.infra.errors import Quarantined
+from rheostat.infra.store.registry import Registry, open_registry
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.models.config.promotion import ComparisonRule, Floor, LimitsConfig, PromotionConfig
+from rheostat.models.gate.comparison import PairedDifference, PairedScores, compare
+from rheostat.models.gate.contamination import Contamination, contamination
+from rheostat.models.gate.verdict import (
+    Evidence,
+    GateVerdict,
+    MeasuredFloor,
+    MeasuredGain,
+    MeasuredGuard,
+    MeasuredLimit,
+    decide,
+)
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.promotion.draft import read_draft, trained_ids_key
+from rheostat.tasks.promotion.evidence import SuiteAnswers, mean_score, prompt_identities, read_answers
+from rheostat.tasks.promotion.suites import CHALLENGER, Opponent, Suite, promotion_rules, suites_of
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.run.stages import stage
+from rheostat.tasks.views.metrics import Accuracy, run_costs
 
 
 class SuiteResult(Settings):

@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from infra.errors import BadInput, EndpointDown, RheostatError
-from infra.processes.watch import start_apart
-from infra.store.bundles import BundleRef, has_bundle
-from infra.store.registry import Registry, RegistryRecord, champion_of
+from rheostat.infra.errors import BadInput, EndpointDown, RheostatError
+from rheostat.infra.processes.watch import start_apart
+from rheostat.infra.store.bundles import BundleRef, has_bundle
+from rheostat.infra.store.registry import Registry, RegistryRecord, champion_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prefect.artifacts import acreate_markdown_artifact
 
-from infra.store.registry import RegistryRecord
-from models.gate.comparison import PairedDifference
-from models.gate.verdict import Evidence, MeasuredFloor, MeasuredLimit
-from tasks.config.run import RunConfig
-from tasks.promotion.gate import GateResult
-from tasks.promotion.suites import promotion_rules
-from tasks.run.keys import artifact_key
-from tasks.run.stages import stage
+from rheostat.infra.store.registry import RegistryRecord
+from rheostat.models.gate.comparison import PairedDifference
+from rheostat.models.gate.verdict import Evidence, MeasuredFloor, MeasuredLimit
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.promotion.gate import GateResult
+from rheostat.tasks.promotion.suites import promotion_rules
+from rheostat.tasks.run.keys import artifact_key
+from rheostat.tasks.run.stages import stage
 
 
 @stage("gate page")

@@ -4,17 +4,17 @@ each rule can detect with the number of problems in its suite."""
 import logging
 from typing import Literal
 
-from infra.store.registry import Registry, open_registry
-from infra.store.runs import list_runs
-from models.config.policy import PolicyConfig
-from models.config.promotion import ComparisonRule, SuiteCheck
-from models.gate.comparison import PairedDifference
-from models.gate.size import DISCORDANT, RulePower
-from models.gate.verdict import MeasuredGain, MeasuredGuard
-from tasks.config.run import RunConfig
-from tasks.promotion.gate import gates_of
-from tasks.promotion.suites import CHALLENGER, Suite, promotion_rules, suites_of
-from tasks.run.preflight import describe_images, preflight
+from rheostat.infra.store.registry import Registry, open_registry
+from rheostat.infra.store.runs import list_runs
+from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.promotion import ComparisonRule, SuiteCheck
+from rheostat.models.gate.comparison import PairedDifference
+from rheostat.models.gate.size import DISCORDANT, RulePower
+from rheostat.models.gate.verdict import MeasuredGain, MeasuredGuard
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.promotion.gate import gates_of
+from rheostat.tasks.promotion.suites import CHALLENGER, Suite, promotion_rules, suites_of
+from rheostat.tasks.run.preflight import describe_images, preflight
 
 logger = logging.getLogger(__name__)
 

@@ -3,29 +3,29 @@
 import logging
 from functools import partial
 
-from infra.config import Settings
-from infra.processes.watch import run_apart
-from infra.renamed import with_present_names
-from infra.store.bundles import BundleRef, publish_bundle
-from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord, open_registry
-from infra.store.runs import Run, open_run
-from infra.store.shards import read_shard
-from models.config.promotion import PromotionConfig
-from models.records.versions import policy_of
-from tasks.config.run import RunConfig
-from tasks.events import emit_record
-from tasks.promotion.draft import Draft, trained_ids_key
-from tasks.promotion.gate import GateResult
-from tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
-from tasks.promotion.registry import prune, record_number, timestamp
-from tasks.promotion.suites import promotion_rules
-from tasks.run.keys import PROMPTS
-from tasks.run.reverts import policy_after
-from tasks.run.stages import stage
-from tasks.run.target_sources import rheostat_version
-from tasks.views.card import CARD, model_card
-from tasks.views.policy_export import export_policy
-from tasks.views.summary import RunSummary, summary_lines
+from rheostat.infra.config import Settings
+from rheostat.infra.processes.watch import run_apart
+from rheostat.infra.renamed import with_present_names
+from rheostat.infra.store.bundles import BundleRef, publish_bundle
+from rheostat.infra.store.registry import POLICIES, Kind, Registry, RegistryRecord, open_registry
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.promotion import PromotionConfig
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.events import emit_record
+from rheostat.tasks.promotion.draft import Draft, trained_ids_key
+from rheostat.tasks.promotion.gate import GateResult
+from rheostat.tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
+from rheostat.tasks.promotion.registry import prune, record_number, timestamp
+from rheostat.tasks.promotion.suites import promotion_rules
+from rheostat.tasks.run.keys import PROMPTS
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.run.stages import stage
+from rheostat.tasks.run.target_sources import rheostat_version
+from rheostat.tasks.views.card import CARD, model_card
+from rheostat.tasks.views.policy_export import export_policy
+from rheostat.tasks.views.summary import RunSummary, summary_lines
 
 logger = logging.getLogger(__name__)
 

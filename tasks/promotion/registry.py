@@ -5,9 +5,9 @@ import getpass
 import socket
 from datetime import UTC, datetime
 
-from infra.errors import BadInput
-from infra.store.bundles import delete_bundle, has_bundle
-from infra.store.registry import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import delete_bundle, has_bundle
+from rheostat.infra.store.registry import (
     MakeRecord,
     Registry,
     RegistryRecord,

@@ -11,10 +11,10 @@ from typing import Final, Literal
 
 from blake3 import blake3
 
-from infra.errors import BadInput, StoreFailed
-from infra.store.bundles import CONTENTS, Contents, fetch_bundle
-from infra.store.disk import lock_file, sync, walk_files
-from infra.store.registry import Registry, RegistryRecord
+from rheostat.infra.errors import BadInput, StoreFailed
+from rheostat.infra.store.bundles import CONTENTS, Contents, fetch_bundle
+from rheostat.infra.store.disk import lock_file, sync, walk_files
+from rheostat.infra.store.registry import Registry, RegistryRecord
 
 logger = logging.getLogger(__name__)
 

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.store.registry import open_registry
-from infra.store.runs import open_run
-from models.config.algorithms import Grpo
-from models.config.budget import BudgetConfig
-from models.config.data import DataConfig
-from models.config.engines import SamplingConfig
-from models.config.objectives import UpdateConfig
-from models.config.policy import PolicyConfig
-from models.config.promotion import HELDOUT, PromotionConfig, SuiteConfig
-from models.config.rewards import RewardConfig, ScoringConfig
-from models.config.training import EvaluationConfig
-from models.records.versions import directory_of, policy_of
-from placement.config import AdaptivePlacement
-from tasks.config.run import RunConfig, validate_again
-from tasks.run.reverts import policy_after
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.registry import open_registry
+from rheostat.infra.store.runs import open_run
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.budget import BudgetConfig
+from rheostat.models.config.data import DataConfig
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.promotion import HELDOUT, PromotionConfig, SuiteConfig
+from rheostat.models.config.rewards import RewardConfig, ScoringConfig
+from rheostat.models.config.training import EvaluationConfig
+from rheostat.models.records.versions import directory_of, policy_of
+from rheostat.placement.config import AdaptivePlacement
+from rheostat.tasks.config.run import RunConfig, validate_again
+from rheostat.tasks.run.reverts import policy_after
 
 CHALLENGER: Final = "challenger"
 """Name of the retrained policy, used at the end of the names of its evaluation runs. `Opponent.side` is the name of the

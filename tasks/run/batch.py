@@ -8,15 +8,15 @@ from itertools import pairwise
 from math import ceil
 from typing import Literal, Self
 
-from infra.config import Settings, read_recorded
-from infra.errors import BadInput
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import ShardRef
-from infra.store.tombstones import WHOLE_RUN, deleted_parts, find_tombstone
-from models.config.engines import SamplingConfig
-from models.data.curriculum import Cursor
-from tasks.run.keys import PROMPTS, StageKey, iteration_key
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef
+from rheostat.infra.store.tombstones import WHOLE_RUN, deleted_parts, find_tombstone
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.data.curriculum import Cursor
+from rheostat.tasks.run.keys import PROMPTS, StageKey, iteration_key
 
 
 def split_prompts(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:

@@ -18,32 +18,32 @@ from typing import Final, cast
 
 from blake3 import blake3
 
-from infra.config import describe_difference
-from infra.counts import format_count
-from infra.errors import BadInput
-from infra.plugins import find_target, target_folders
-from infra.processes.child import user_folders
-from infra.processes.episodes import RunEnvironment
-from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
-from infra.store.file_digests import file_digests
-from infra.store.inputs import PathNames, fetch_path, is_on_hub, is_remote, paths_in
-from infra.store.run_record import has_results
-from infra.store.runs import Run, list_runs, open_run
-from infra.store.tombstones import check_not_deleted, check_remembers
-from infra.variants import Variant
-from models.config.algorithms import Algorithm
-from models.config.data import DataSource
-from models.config.engines import EngineSettings
-from models.config.file_rules import iterate_data_paths
-from models.config.job import slot_engines
-from models.config.rewards import ScoringConfig
-from models.config.training import ChatTraining
-from models.data.folders import STATE_FILE
-from models.data.rows import find_data_files
-from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.hub_inputs import base_commits, hub_commits
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
-from tasks.run.target_sources import library_version, rheostat_version, sources_of
+from rheostat.infra.config import describe_difference
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import find_target, target_folders
+from rheostat.infra.processes.child import user_folders
+from rheostat.infra.processes.episodes import RunEnvironment
+from rheostat.infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
+from rheostat.infra.store.file_digests import file_digests
+from rheostat.infra.store.inputs import PathNames, fetch_path, is_on_hub, is_remote, paths_in
+from rheostat.infra.store.run_record import has_results
+from rheostat.infra.store.runs import Run, list_runs, open_run
+from rheostat.infra.store.tombstones import check_not_deleted, check_remembers
+from rheostat.infra.variants import Variant
+from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.data import DataSource
+from rheostat.models.config.engines import EngineSettings
+from rheostat.models.config.file_rules import iterate_data_paths
+from rheostat.models.config.job import slot_engines
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.folders import STATE_FILE
+from rheostat.models.data.rows import find_data_files
+from rheostat.tasks.config.run import LAYOUT, RunConfig
+from rheostat.tasks.run.hub_inputs import base_commits, hub_commits
+from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
+from rheostat.tasks.run.target_sources import library_version, rheostat_version, sources_of
 
 LIBRARIES: Final = (
     "deepspeed",

@@ -7,11 +7,11 @@ from typing import Final, TypeVar, cast
 
 from pydantic import BaseModel
 
-from infra.errors import BadInput
-from infra.store.dependencies import recorded_commits
-from infra.store.hub import METADATA, base_address, fetch_files, list_files, resolve_commit, split_files
-from infra.store.hub_names import HubAddress, has_file_suffix, is_hub_name
-from infra.store.inputs import (
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.dependencies import recorded_commits
+from rheostat.infra.store.hub import METADATA, base_address, fetch_files, list_files, resolve_commit, split_files
+from rheostat.infra.store.hub_names import HubAddress, has_file_suffix, is_hub_name
+from rheostat.infra.store.inputs import (
     HubPath,
     JobPath,
     JobText,
@@ -21,8 +21,8 @@ from infra.store.inputs import (
     recorded_base,
     with_base,
 )
-from infra.store.run_record import has_results
-from infra.store.runs import Run
+from rheostat.infra.store.run_record import has_results
+from rheostat.infra.store.runs import Run
 
 M = TypeVar("M")
 S = TypeVar("S", bound=BaseModel)

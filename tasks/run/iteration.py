@@ -13,16 +13,16 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from infra.config import Settings, read_recorded
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import ShardRef
-from models.config.rollout import DynamicSampling, RolloutConfig
-from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, read_parts
-from models.records.work import ScoredShard
-from tasks.run.batch import Batch, picture_shards_of
-from tasks.run.keys import PROMPTS, StageKey, iteration_key
-from tasks.run.reverts import critic_after, policy_after, policy_key
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef
+from rheostat.models.config.rollout import DynamicSampling, RolloutConfig
+from rheostat.models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, read_parts
+from rheostat.models.records.work import ScoredShard
+from rheostat.tasks.run.batch import Batch, picture_shards_of
+from rheostat.tasks.run.keys import PROMPTS, StageKey, iteration_key
+from rheostat.tasks.run.reverts import critic_after, policy_after, policy_key
 
 
 class LeftoverGroups(Settings):

@@ -12,25 +12,25 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from infra.config import PoolsConfig, Settings
-from infra.costs import Account
-from infra.errors import RheostatError
-from infra.pools.fleet import Fleet
-from infra.pools.pool import Pool
-from infra.pools.ranks import RankGroup
-from infra.pools.worker import Done
-from infra.store.bundles import BundleRef
-from infra.store.chain import Chain
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from models.records.versions import Outcome
-from placement.measurements import Measurements
-from placement.records import Memory, Plan, Policy
-from tasks.config.gpus import gpu_layout
-from tasks.config.run import ControllersConfig, RunConfig
-from tasks.run.keys import StageKey, reward_model_role
-from tasks.run.prefect_pages import PrefectPages
-from tasks.run.worker_pools import Cluster, open_cluster, open_worker_slots, start_pool
+from rheostat.infra.config import PoolsConfig, Settings
+from rheostat.infra.costs import Account
+from rheostat.infra.errors import RheostatError
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.ranks import RankGroup
+from rheostat.infra.pools.worker import Done
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.chain import Chain
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.models.records.versions import Outcome
+from rheostat.placement.measurements import Measurements
+from rheostat.placement.records import Memory, Plan, Policy
+from rheostat.tasks.config.gpus import gpu_layout
+from rheostat.tasks.config.run import ControllersConfig, RunConfig
+from rheostat.tasks.run.keys import StageKey, reward_model_role
+from rheostat.tasks.run.prefect_pages import PrefectPages
+from rheostat.tasks.run.worker_pools import Cluster, open_cluster, open_worker_slots, start_pool
 
 
 @dataclass(slots=True)

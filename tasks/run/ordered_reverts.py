@@ -8,11 +8,11 @@ from typing import Final
 
 from pydantic import JsonValue, TypeAdapter
 
-from infra.config import RECORDED
-from infra.store.runs import Run
-from models.config.alarms import Alarm, AlarmConfig, Measured
-from tasks.run.iteration import Iteration
-from tasks.run.reverts import has_reverted
+from rheostat.infra.config import RECORDED
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.alarms import Alarm, AlarmConfig, Measured
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.reverts import has_reverted
 
 _ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 

@@ -17,22 +17,22 @@ from typing import Final, Literal
 
 import psutil
 
-from infra.config import adopt_recorded
-from infra.environments.gpus import gpu_memory
-from infra.errors import BadInput, EndpointDown, WorkerFailed
-from infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, run_apart
-from infra.store.chain import linked_parts
-from infra.store.run_record import has_results
-from infra.store.runs import list_runs, open_run
-from infra.store.storage import open_store
-from models.config.checks import CheckResult
-from models.config.promotion import MIN_PROBLEMS, SuiteCheck
-from tasks.config.gpus import find_memory_conflicts, gpu_layout
-from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
-from tasks.run.keys import evaluation_key
+from rheostat.infra.config import adopt_recorded
+from rheostat.infra.environments.gpus import gpu_memory
+from rheostat.infra.errors import BadInput, EndpointDown, WorkerFailed
+from rheostat.infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, run_apart
+from rheostat.infra.store.chain import linked_parts
+from rheostat.infra.store.run_record import has_results
+from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.checks import CheckResult
+from rheostat.models.config.promotion import MIN_PROBLEMS, SuiteCheck
+from rheostat.tasks.config.gpus import find_memory_conflicts, gpu_layout
+from rheostat.tasks.config.run import LAYOUT, RunConfig
+from rheostat.tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
+from rheostat.tasks.run.keys import evaluation_key
 
-PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "models.commands.preflight")
+PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "rheostat.models.commands.preflight")
 """Command of the check. `-P` prevents that a user's models.py in the working directory is imported."""
 
 
@@ -49,14 +49,14 @@ IMAGE_READINGS: Final = {
     "CMYK": "{} in CMYK, converted without a color profile",
 }
 """Messages about images that are read in a special way but stay unchanged, by kind of image. Kinds are keys of
-`models.vision.color_conversion.READINGS`."""
+`rheostat.models.vision.color_conversion.READINGS`."""
 IMAGE_CONVERSIONS: Final = {
     "16 bits": "gray with 16 bits",
     "32 bits": "gray with 32 bits",
     "rounded color": "color with 16 bits, rounded",
 }
 """Messages about images that were converted, for kinds of image whose name is not clear. Kinds are keys of
-`models.vision.color_conversion.CONVERSIONS`."""
+`rheostat.models.vision.color_conversion.CONVERSIONS`."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
 """Keys that also get a smaller default if the default of `rollout.prompts` is lowered, for example because the data
 file has only a few problems. They may not be larger than `rollout.prompts`."""

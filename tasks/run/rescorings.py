@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.config import Settings, describe_difference, encode_recorded, read_recorded
-from infra.errors import RunChanged
-from infra.store.chain import Chain
-from infra.store.dependencies import DEPENDENCIES, recorded_commits, recorded_config
-from infra.store.manifests import Manifest
-from infra.store.runs import Run, open_run
-from models.config.algorithms import AlgorithmConfig
-from models.config.rewards import ScoringConfig
-from models.config.teachers import TeacherConfig
-from tasks.config.run import RunConfig
-from tasks.run.batch import Batch
-from tasks.run.hub_inputs import with_derived_commits
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, iteration_key, iteration_numbers
+from rheostat.infra.config import Settings, describe_difference, encode_recorded, read_recorded
+from rheostat.infra.errors import RunChanged
+from rheostat.infra.store.chain import Chain
+from rheostat.infra.store.dependencies import DEPENDENCIES, recorded_commits, recorded_config
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.teachers import TeacherConfig
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.hub_inputs import with_derived_commits
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
 
 Kind = Literal["rescore", "recredit"]
 

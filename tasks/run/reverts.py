@@ -1,8 +1,8 @@
 """Current policy of a run after each iteration: the updated policy, or an earlier one that an alarm reverted to."""
 
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from tasks.run.keys import StageKey, iteration_key
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.tasks.run.keys import StageKey, iteration_key
 
 
 def revert_key(number: int) -> StageKey:

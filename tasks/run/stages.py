@@ -18,17 +18,17 @@ from prefect.context import TaskRunContext
 from prefect.tasks import Task
 from pydantic import JsonValue
 
-from infra.costs import Cost
-from infra.errors import Damaged, WorkerLost, WorkerStalled
-from infra.store.bundles import BundleRef, sync_bundle
-from infra.store.dependencies import DEPENDENCIES
-from infra.store.manifests import Manifest, Provenance, provenance_here
-from infra.store.runs import Run
-from infra.store.shards import verify_shard
-from infra.store.staging import upload_staged_bundle
-from models.records.versions import Outcome, bundles_of, critic_bundles_of
-from tasks.run.open_run import OpenRun
-from tasks.run.states import STATES
+from rheostat.infra.costs import Cost
+from rheostat.infra.errors import Damaged, WorkerLost, WorkerStalled
+from rheostat.infra.store.bundles import BundleRef, sync_bundle
+from rheostat.infra.store.dependencies import DEPENDENCIES
+from rheostat.infra.store.manifests import Manifest, Provenance, provenance_here
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import verify_shard
+from rheostat.infra.store.staging import upload_staged_bundle
+from rheostat.models.records.versions import Outcome, bundles_of, critic_bundles_of
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.states import STATES
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ a state is missing, the updates since the previous stored state are repeated.
 
 from collections.abc import Iterable, Mapping
 
-from infra.store.bundles import BundleRef, has_bundle
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from tasks.run.keys import StageKey
-from tasks.run.reverts import policy_after, version_before
+from rheostat.infra.store.bundles import BundleRef, has_bundle
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.reverts import policy_after, version_before
 
 STATES = ("state", "critic_state")
 """Names under which a stored result lists the optimizer states of the policy and of the critic."""

@@ -14,8 +14,8 @@ from typing import Final
 
 from blake3 import blake3
 
-from infra.demos import DEMOS, is_in_demo
-from infra.plugins import PACKAGES
+from rheostat.infra.demos import DEMOS, is_in_demo
+from rheostat.infra.plugins import PACKAGES
 
 REPOSITORY: Final = Path(__file__).parents[2]
 LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import UUID
 
-from infra.errors import HolderLost
-from infra.store.checksums import SealedRecord
-from infra.store.runs import ORDERS, Run
+from rheostat.infra.errors import HolderLost
+from rheostat.infra.store.checksums import SealedRecord
+from rheostat.infra.store.runs import ORDERS, Run
 
 Shards = tuple[int, ...] | None
 

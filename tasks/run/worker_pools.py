@@ -5,26 +5,26 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from infra.config import PoolsConfig
-from infra.pools.cluster import RayCluster
-from infra.pools.embedded import Preload
-from infra.pools.fleet import Fleet
-from infra.pools.gpu_layout import NO_GPUS, GpuLayout
-from infra.pools.launcher import SlotCount
-from infra.pools.pool import Pool
-from infra.pools.ranks import RankGroup
-from infra.pools.threads import ThreadCluster
-from infra.pools.worker import PoolSpec
-from infra.store.runs import Run
-from models.config.judges import ServedReward
-from tasks.config.gpus import gpu_layout
-from tasks.config.run import RunConfig
-from tasks.run.keys import reward_model_role
+from rheostat.infra.config import PoolsConfig
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.embedded import Preload
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.gpu_layout import NO_GPUS, GpuLayout
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.ranks import RankGroup
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.judges import ServedReward
+from rheostat.tasks.config.gpus import gpu_layout
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.keys import reward_model_role
 
 PRELOADED_MODULES = (
     "deepspeed",
     "deepspeed.ops",
-    *(f"models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
+    *(f"rheostat.models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
 )
 """Modules that the workers of every run import. An embedded cluster imports them once for all workers."""
 
@@ -76,12 +76,19 @@ async def start_pool(
     match role:
         case "preparation":
             return await cluster.pool(
-                _build_spec(run, settings, role, "models.workers.preparation:PreparationWorker", 1, options=threads)
+                _build_spec(
+                    run, settings, role, "rheostat.models.workers.preparation:PreparationWorker", 1, options=threads
+                )
             )
         case "scoring":
             options: dict[str, object] = {"scoring": settings.scoring, "algorithm": settings.algorithm}
             spec = _build_spec(
-                run, settings, role, "models.workers.scoring:ScoringWorker", pools.scoring_workers, options=options
+                run,
+                settings,
+                role,
+                "rheostat.models.workers.scoring:ScoringWorker",
+                pools.scoring_workers,
+                options=options,
             )
             return await cluster.pool(spec)
         case "update":
@@ -89,7 +96,7 @@ async def start_pool(
             options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
             options["denoising"] = settings.rollout.denoising
             spec = _build_spec(
-                run, settings, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options
+                run, settings, role, "rheostat.models.workers.update:UpdateWorker", pools.update_ranks, options=options
             )
             gpus = gpu_layout(settings)
             spec = replace(spec, shares_gpu=gpus.may_share_gpus(pools.workers.max))
@@ -114,7 +121,9 @@ async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> 
         wait_seconds=pools.wait_seconds,
     )
     specs = [
-        _build_spec(run, settings, "rollout", "models.workers.rollout:RolloutWorker", slots.max_slots, options=options)
+        _build_spec(
+            run, settings, "rollout", "rheostat.models.workers.rollout:RolloutWorker", slots.max_slots, options=options
+        )
     ]
     for term, reward in settings.scoring.hosted_rewards.items():
         specs.append(_reward_model_spec(run, settings, term, reward, size=slots.max_slots // reward.slots))

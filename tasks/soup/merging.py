@@ -9,20 +9,28 @@ from typing import Final, Literal
 
 from pydantic import JsonValue
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle
-from infra.store.hub import resolve_commit
-from infra.store.inputs import HubPath, fetch_path, format_path, has_run, is_remote, read_model_path, recorded_base
-from models.config.policy import find_weights_conflict
-from models.config.promotion import CardConfig
-from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
-from tasks.promotion.registry import describe_user, timestamp
-from tasks.run.hub_inputs import pin_base
-from tasks.run.target_sources import rheostat_version
-from tasks.views.card import CARD, merge_card
-from tasks.views.policy_export import new_directory, policy_after, write_in_process
-from tasks.views.runs import open_known_run
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.hub import resolve_commit
+from rheostat.infra.store.inputs import (
+    HubPath,
+    fetch_path,
+    format_path,
+    has_run,
+    is_remote,
+    read_model_path,
+    recorded_base,
+)
+from rheostat.models.config.policy import find_weights_conflict
+from rheostat.models.config.promotion import CardConfig
+from rheostat.models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
+from rheostat.tasks.promotion.registry import describe_user, timestamp
+from rheostat.tasks.run.hub_inputs import pin_base
+from rheostat.tasks.run.target_sources import rheostat_version
+from rheostat.tasks.views.card import CARD, merge_card
+from rheostat.tasks.views.policy_export import new_directory, policy_after, write_in_process
+from rheostat.tasks.views.runs import open_known_run
 
 EXAMPLE: Final = "such as demo=0.7 longer@12=0.3"
 MERGEKIT: Final = """\

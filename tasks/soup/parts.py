@@ -15,18 +15,18 @@ from typing import Final
 
 import numpy as np
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.store.runs import open_run
-from models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, PolicyConfig
-from models.config.soup import SoupConfig
-from models.config.training import EvaluationConfig
-from models.soup.mixing import compute_backbone_weights, extrapolate_weights, mixing_matrix, preference_grid
-from tasks.config.run import RunConfig, validate_again
-from tasks.promotion.evidence import problem_scores
-from tasks.promotion.suites import Suite, policy_directory
-from tasks.run.batch import Batch
-from tasks.run.keys import evaluation_key
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.runs import open_run
+from rheostat.models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, PolicyConfig
+from rheostat.models.config.soup import SoupConfig
+from rheostat.models.config.training import EvaluationConfig
+from rheostat.models.soup.mixing import compute_backbone_weights, extrapolate_weights, mixing_matrix, preference_grid
+from rheostat.tasks.config.run import RunConfig, validate_again
+from rheostat.tasks.promotion.evidence import problem_scores
+from rheostat.tasks.promotion.suites import Suite, policy_directory
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import evaluation_key
 
 MIN_SPREAD: Final = 1e-9
 """Standard deviation below which a reward term is considered constant."""

@@ -6,25 +6,25 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from infra.config import Settings, fingerprint_of
-from infra.errors import BadInput, Damaged
-from infra.store.checksums import SealedRecord
-from infra.store.inputs import fetch_path
-from infra.store.numbered import NumberedRecords
-from infra.store.runs import open_run
-from infra.store.storage import open_store
-from models.config.soup import SOUPS, SoupMethod
-from models.records.merges import Parent, start_of
-from models.records.versions import policy_of
-from models.soup.front import FrontMetrics, measure_front
-from models.soup.mixing import check_preference, compute_backbone_weights, extrapolate_weights, mixing_matrix
-from tasks.config.run import RunConfig
-from tasks.promotion.registry import timestamp
-from tasks.promotion.suites import policy_directory
-from tasks.run.dependencies import dependencies_of
-from tasks.run.reverts import policy_after
-from tasks.soup.merging import MergedPolicy, write_merged
-from tasks.soup.parts import (
+from rheostat.infra.config import Settings, fingerprint_of
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.checksums import SealedRecord
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.store.numbered import NumberedRecords
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.soup import SOUPS, SoupMethod
+from rheostat.models.records.merges import Parent, start_of
+from rheostat.models.records.versions import policy_of
+from rheostat.models.soup.front import FrontMetrics, measure_front
+from rheostat.models.soup.mixing import check_preference, compute_backbone_weights, extrapolate_weights, mixing_matrix
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.promotion.registry import timestamp
+from rheostat.tasks.promotion.suites import policy_directory
+from rheostat.tasks.run.dependencies import dependencies_of
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.soup.merging import MergedPolicy, write_merged
+from rheostat.tasks.soup.parts import (
     PreferencePoint,
     Statistics,
     backbone_runs,

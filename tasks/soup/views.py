@@ -5,7 +5,7 @@ from io import BytesIO
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Final, Literal
 
-from tasks.soup.record import SoupPoint, SoupRecord
+from rheostat.tasks.soup.record import SoupPoint, SoupRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from infra.errors import BadInput, Damaged
-from infra.store.runs import Run, list_runs, open_run
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
-from tasks.tracking.points import evaluation_scalars, iteration_scalars
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.runs import Run, list_runs, open_run
+from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
+from rheostat.tasks.tracking.points import evaluation_scalars, iteration_scalars
 
 PREFIX: Final = "rheostat_"
 _EVALUATION: Final = re.compile(r"eval-(\d+)")

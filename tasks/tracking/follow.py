@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
-from infra.errors import RheostatError
-from infra.store.runs import Run
-from infra.trackers.processes import TrackerProcesses
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import stage
-from tasks.tracking.metrics_file import extend_metrics, rewrite_metrics
-from tasks.tracking.mirror import tracker_processes_of
+from rheostat.infra.errors import RheostatError
+from rheostat.infra.store.runs import Run
+from rheostat.infra.trackers.processes import TrackerProcesses
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import stage
+from rheostat.tasks.tracking.metrics_file import extend_metrics, rewrite_metrics
+from rheostat.tasks.tracking.mirror import tracker_processes_of
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ rebuilt from the store."""
 import json
 from collections.abc import Iterator
 
-from infra.store.lines import extend_lines, replace_lines
-from infra.store.runs import METRICS, Run
-from tasks.tracking.points import PointName, points_after, read_point
+from rheostat.infra.store.lines import extend_lines, replace_lines
+from rheostat.infra.store.runs import METRICS, Run
+from rheostat.tasks.tracking.points import PointName, points_after, read_point
 
 
 def rewrite_metrics(run: Run) -> str:

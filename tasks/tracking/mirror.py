@@ -1,4 +1,4 @@
-"""Process that sends a run's metrics to one tracker: `python -m tasks.tracking.mirror`.
+"""Process that sends a run's metrics to one tracker: `python -m rheostat.tasks.tracking.mirror`.
 
 The process reads a `MirrorOrder` from stdin. Each further line requests a check of the run. A check compares the store
 with the tracker and sends everything that the tracker lacks, so an earlier process may have stopped at any point. When
@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Final, cast
 
-from infra.config import fingerprint_of
-from infra.errors import BadInput, RheostatError
-from infra.store.runs import TRACKERS, Run, open_run
-from infra.trackers.config import Tracker
-from infra.trackers.processes import STUCK, MirrorOrder, MirrorReport, TrackerProcesses, send
-from infra.trackers.records import Mirror, OpenMirror, Product
-from infra.variants import implementation_of
-from models.records.versions import policy_of
-from tasks.run.reverts import policy_after
-from tasks.tracking.points import PointName, points_after, read_point, subject_of
+from rheostat.infra.config import fingerprint_of
+from rheostat.infra.errors import BadInput, RheostatError
+from rheostat.infra.store.runs import TRACKERS, Run, open_run
+from rheostat.infra.trackers.config import Tracker
+from rheostat.infra.trackers.processes import STUCK, MirrorOrder, MirrorReport, TrackerProcesses, send
+from rheostat.infra.trackers.records import Mirror, OpenMirror, Product
+from rheostat.infra.variants import implementation_of
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.tracking.points import PointName, points_after, read_point, subject_of
 
-COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
+COMMAND: Final = (sys.executable, "-P", "-m", "rheostat.tasks.tracking.mirror")
 """Command of the process. `-P` prevents that a user's module in the working directory is imported."""
 PATIENCE_SECONDS = 60.0
 """Time in seconds that a run waits at its end for a tracker that neither responds nor uses processor time."""

@@ -6,13 +6,13 @@ from functools import partial
 from math import isfinite
 from typing import Final
 
-from infra.costs import total
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.trackers.records import Point, Series, Subject
-from tasks.run.keys import SFT, StageKey, evaluation_key, iteration_key
-from tasks.tracking.samples import sample_table
-from tasks.views.metrics import accuracy_of
+from rheostat.infra.costs import total
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.trackers.records import Point, Series, Subject
+from rheostat.tasks.run.keys import SFT, StageKey, evaluation_key, iteration_key
+from rheostat.tasks.tracking.samples import sample_table
+from rheostat.tasks.views.metrics import accuracy_of
 
 NOT_SECONDS: Final = "weights_bytes"
 """Name of the only value in an iteration's `seconds` that is not a duration."""

@@ -5,16 +5,16 @@ from typing import Final
 
 import numpy as np
 
-from infra.store.runs import Run
-from infra.store.shards import read_shard
-from infra.trackers.records import Cell, TextTable
-from models.records.columns import Floats
-from models.records.seeds import derive_seed
-from models.records.work import ScoredShard
-from models.rollouts.preview import RolloutPreview, read_rows
-from tasks.run.batch import iterations_without_rollouts, rollouts_of
-from tasks.run.keys import StageKey
-from tasks.views.runs import media_of
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.trackers.records import Cell, TextTable
+from rheostat.models.records.columns import Floats
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.records.work import ScoredShard
+from rheostat.models.rollouts.preview import RolloutPreview, read_rows
+from rheostat.tasks.run.batch import iterations_without_rollouts, rollouts_of
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.views.runs import media_of
 
 BEST, WORST, RANDOM = 4, 4, 8
 CHARACTERS: Final = 2000

@@ -11,20 +11,20 @@ from itertools import islice
 
 from pydantic import TypeAdapter
 
-from infra.config import Settings
-from infra.counts import format_count
-from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import run_watched
-from infra.store.bundles import fetch_bundle
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, read_shard
-from models.config.environments import EpisodeSettings
-from models.records.replays import Difference, ReplayWork
-from models.records.seeds import derive_seed
-from models.records.versions import policy_of
-from tasks.run.batch import iterations_without_rollouts
-from tasks.run.iteration import Iteration
-from tasks.views.metrics import sealed_iterations
+from rheostat.infra.config import Settings
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, WorkerFailed
+from rheostat.infra.processes.watch import run_watched
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.records.replays import Difference, ReplayWork
+from rheostat.models.records.seeds import derive_seed
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.batch import iterations_without_rollouts
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.views.metrics import sealed_iterations
 
 
 class EnvironmentCheck(Settings):
@@ -96,7 +96,7 @@ def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
 
 
 def _run_replay(work: ReplayWork) -> list[Difference]:
-    command = [sys.executable, "-P", "-m", "models.commands.replay"]
+    command = [sys.executable, "-P", "-m", "rheostat.models.commands.replay"]
     code, answer, errors = run_watched("the replay", command, TypeAdapter(ReplayWork).dump_json(work))
     try:
         response = json.loads(answer)

@@ -6,23 +6,23 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isclose
 
-from infra.errors import Damaged
-from infra.store.bundles import BundleRef, has_bundle
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, read_shard
-from infra.store.tombstones import FORGOTTEN, Tombstone, find_tombstone, tombstones
-from infra.store.verify import stray_files, verify_store
-from models.config.rewards import ScoringConfig
-from models.credit.comparison import compare_rewards, read_total_rewards
-from models.data.curriculum import DynamicSamplingState, give_back, take_rows
-from models.records.versions import policy_of
-from tasks.run.batch import Batch, iterations_without_rollouts
-from tasks.run.dependencies import relayout_iteration
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, iteration_key, reward_model_role
-from tasks.run.ordered_reverts import recorded_revert_alarms, required_revert
-from tasks.run.rescorings import (
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import BundleRef, has_bundle
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.infra.store.tombstones import FORGOTTEN, Tombstone, find_tombstone, tombstones
+from rheostat.infra.store.verify import stray_files, verify_store
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.credit.comparison import compare_rewards, read_total_rewards
+from rheostat.models.data.curriculum import DynamicSamplingState, give_back, take_rows
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.batch import Batch, iterations_without_rollouts
+from rheostat.tasks.run.dependencies import relayout_iteration
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, iteration_key, reward_model_role
+from rheostat.tasks.run.ordered_reverts import recorded_revert_alarms, required_revert
+from rheostat.tasks.run.rescorings import (
     DerivedResult,
     list_derived_results,
     recredit_terms,
@@ -30,11 +30,11 @@ from tasks.run.rescorings import (
     rescored_shards,
     rescoring_terms,
 )
-from tasks.run.reverts import policy_after, restored_version, revert_key
-from tasks.run.states import changed_model, is_due, possibly_missing_states, state_every, states_of
-from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_completions
-from tasks.views.metrics import sealed_iterations
-from tasks.views.runs import open_known_run
+from rheostat.tasks.run.reverts import policy_after, restored_version, revert_key
+from rheostat.tasks.run.states import changed_model, is_due, possibly_missing_states, state_every, states_of
+from rheostat.tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_completions
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.runs import open_known_run
 
 
 def verify_run(store: str, name: str) -> list[str]:

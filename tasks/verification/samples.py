@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, read_shard
-from models.records.model_input import COMPLETION_TOKENS
-from models.records.schemas import FinishReason
-from models.records.turn_prompts import count_turn_prompts
-from models.records.versions import policy_of
-from tasks.run.batch import Batch, completion_shards_of
-from tasks.run.iteration import Iteration
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.records.model_input import COMPLETION_TOKENS
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.turn_prompts import count_turn_prompts
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.batch import Batch, completion_shards_of
+from rheostat.tasks.run.iteration import Iteration
 
 Name = tuple[int, int]
 """Prompt row and sample number, which identify a completion in an iteration."""

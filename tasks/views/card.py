@@ -7,8 +7,8 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from models.config.promotion import CardConfig
-from models.records.merges import Merge
+from rheostat.models.config.promotion import CardConfig
+from rheostat.models.records.merges import Merge
 
 CARD: Final = "README.md"
 

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from infra.config import Settings
-from infra.errors import BadInput
-from infra.validation_errors import nearest
-from models.commands.memory import head_bytes
-from models.config.engines import BYTES
-from models.config.objectives import UpdateConfig
-from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, compute_limit, shared_flops
-from tasks.config.gpus import freed_parts, library_bytes
-from tasks.config.run import RunConfig
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.commands.memory import head_bytes
+from rheostat.models.config.engines import BYTES
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, compute_limit, shared_flops
+from rheostat.tasks.config.gpus import freed_parts, library_bytes
+from rheostat.tasks.config.run import RunConfig
 
 LOADED_MODELS: Final = ("policy", "critic", "reference", "teacher")
 """Models that an update rank loads."""
@@ -28,7 +28,7 @@ NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a crit
 @dataclass(frozen=True, slots=True)
 class CheckedDecoder:
     """Sizes of a language model (parameters, layers, widths), as measured by the preflight check. Implements the
-    interface `placement.roofline.DecoderWork`."""
+    interface `rheostat.placement.roofline.DecoderWork`."""
 
     facts: Mapping[str, float]
 

@@ -13,26 +13,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from infra.config import RECORDED, read_recorded
-from infra.errors import BadInput
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import read_shard
-from models.algorithms.advantages import informative_groups
-from models.algorithms.experience import ScoredGroups
-from models.config.algorithms import Algorithm, AlgorithmConfig
-from models.config.rewards import ScoringConfig
-from models.config.rollout import RolloutConfig
-from models.credit.inputs import TermColumns, term_columns
-from models.credit.selection import group_columns, informative_by
-from models.records.columns import Mask, row_arrays
-from models.records.schemas import EXPERTS
-from tasks.run.batch import iterations_with_rollouts, rollouts_of
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.rescorings import DerivedResult, rescoring_terms, sealed_numbers
-from tasks.views.metrics import sealed_iterations
-from tasks.views.runs import detect_deletion, known_rescoring, open_known_run
+from rheostat.infra.config import RECORDED, read_recorded
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.algorithms.advantages import informative_groups
+from rheostat.models.algorithms.experience import ScoredGroups
+from rheostat.models.config.algorithms import Algorithm, AlgorithmConfig
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import RolloutConfig
+from rheostat.models.credit.inputs import TermColumns, term_columns
+from rheostat.models.credit.selection import group_columns, informative_by
+from rheostat.models.records.columns import Mask, row_arrays
+from rheostat.models.records.schemas import EXPERTS
+from rheostat.tasks.run.batch import iterations_with_rollouts, rollouts_of
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.run.rescorings import DerivedResult, rescoring_terms, sealed_numbers
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.runs import detect_deletion, known_rescoring, open_known_run
 
 Place = tuple[int, int]
 """Prompt row and sample number, which identify a completion within an iteration."""

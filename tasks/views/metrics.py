@@ -7,15 +7,15 @@ from typing import Final
 
 from pydantic import Field
 
-from infra.config import Settings, read_recorded
-from infra.costs import Cost, total
-from infra.counts import format_count
-from infra.statistics import mean_interval
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from models.config.training import EvaluationConfig
-from tasks.run.keys import StageKey, iteration_key, iteration_numbers
-from tasks.views.diagnosis import WAITED, compare_with_heldout, find_warnings
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.costs import Cost, total
+from rheostat.infra.counts import format_count
+from rheostat.infra.statistics import mean_interval
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.training import EvaluationConfig
+from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
+from rheostat.tasks.views.diagnosis import WAITED, compare_with_heldout, find_warnings
 
 _TERM_MEAN = re.compile(r"credit/term_(.+)_mean")
 STAGES: Final = {

@@ -11,14 +11,14 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from infra.errors import BadInput
-from infra.store.runs import Run
-from models.data.images import data_address, thumbnail
-from models.records.media import ImageSource, ShownImage
-from models.rollouts.contact_sheet import SheetPicture, SheetRow, contact_sheet
-from models.rollouts.preview import RolloutPreview
-from tasks.run.batch import rollouts_of
-from tasks.views.runs import media_of
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.runs import Run
+from rheostat.models.data.images import data_address, thumbnail
+from rheostat.models.records.media import ImageSource, ShownImage
+from rheostat.models.rollouts.contact_sheet import SheetPicture, SheetRow, contact_sheet
+from rheostat.models.rollouts.preview import RolloutPreview
+from rheostat.tasks.run.batch import rollouts_of
+from rheostat.tasks.views.runs import media_of
 
 SHOWN_BY_BROWSERS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 COLUMNS: Final = 8

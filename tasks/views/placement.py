@@ -5,19 +5,19 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue, TypeAdapter
 
-from infra.config import Settings, read_recorded
-from infra.errors import BadInput
-from infra.store.runs import Run
-from models.config.rewards import ScoringConfig
-from placement.config import PlacementConfig
-from placement.measurements import Measurements, Role
-from placement.policies.build import build_policy
-from placement.records import Decision, Demand, DrainInputs, MeasuredRun, MeasuredStage, PlanInputs
-from tasks.config.run import RunConfig
-from tasks.placement.demand import add_observations, rollout_demand, scoring_demand
-from tasks.run.batch import BatchPlan
-from tasks.run.keys import reward_model_role
-from tasks.views.runs import open_known_run
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.placement.config import PlacementConfig
+from rheostat.placement.measurements import Measurements, Role
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision, Demand, DrainInputs, MeasuredRun, MeasuredStage, PlanInputs
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.placement.demand import add_observations, rollout_demand, scoring_demand
+from rheostat.tasks.run.batch import BatchPlan
+from rheostat.tasks.run.keys import reward_model_role
+from rheostat.tasks.views.runs import open_known_run
 
 POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
 

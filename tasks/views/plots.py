@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from infra.config import read_recorded
-from infra.store.runs import Run, open_run
-from models.config.rewards import ScoringConfig
-from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
-from tasks.views.runs import detect_deletion
+from rheostat.infra.config import read_recorded
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
+from rheostat.tasks.views.runs import detect_deletion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ async def draw_in_process(run: Run, key: str) -> bytes:
     Raises OSError if the process fails and TimeoutError if it takes longer than `DRAW_SECONDS`.
     """
     home, _, name = run.store.uri.rstrip("/").rpartition("/")
-    command = [sys.executable, "-P", "-m", "tasks.views.plots", home, name]
+    command = [sys.executable, "-P", "-m", "rheostat.tasks.views.plots", home, name]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         async with asyncio.timeout(DRAW_SECONDS):

@@ -15,27 +15,27 @@ from typing import Final, Literal
 
 from pydantic import TypeAdapter
 
-from infra.config import Settings
-from infra.errors import BadInput, Damaged, EndpointDown, WorkerFailed
-from infra.processes.guard import guarded_directory
-from infra.processes.watch import run_watched
-from infra.renamed import with_present_names
-from infra.store.bundles import BundleRef, fetch_bundle, has_bundle
-from infra.store.dependencies import dependency_records
-from infra.store.manifests import Manifest
-from infra.store.readers import keep_while_read
-from infra.store.runs import Run
-from infra.store.shards import is_retired
-from infra.store.tombstones import find_tombstone
-from models.config.promotion import CardConfig
-from models.records.merges import MergeWork
-from models.records.versions import ModelVersion, policy_of
-from models.records.work import ExportWork
-from tasks.config.run import RunConfig
-from tasks.run.keys import DPO, SFT, StageKey
-from tasks.run.reverts import policy_key
-from tasks.views.card import CARD, model_card, shorten_path
-from tasks.views.metrics import evaluations_of, sealed_iterations
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, Damaged, EndpointDown, WorkerFailed
+from rheostat.infra.processes.guard import guarded_directory
+from rheostat.infra.processes.watch import run_watched
+from rheostat.infra.renamed import with_present_names
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle, has_bundle
+from rheostat.infra.store.dependencies import dependency_records
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.readers import keep_while_read
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import is_retired
+from rheostat.infra.store.tombstones import find_tombstone
+from rheostat.models.config.promotion import CardConfig
+from rheostat.models.records.merges import MergeWork
+from rheostat.models.records.versions import ModelVersion, policy_of
+from rheostat.models.records.work import ExportWork
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.keys import DPO, SFT, StageKey
+from rheostat.tasks.run.reverts import policy_key
+from rheostat.tasks.views.card import CARD, model_card, shorten_path
+from rheostat.tasks.views.metrics import evaluations_of, sealed_iterations
 
 ATTEMPTS: Final = 5
 """Number of attempts to export the newest policy. An attempt fails if retention deletes the policy while it is
@@ -198,7 +198,7 @@ def write_in_process(work: ExportWork | MergeWork) -> None:
 
     Raises BadInput if the process rejects its input and WorkerFailed if it crashes.
     """
-    command = [sys.executable, "-P", "-m", "models.commands.export"]
+    command = [sys.executable, "-P", "-m", "rheostat.models.commands.export"]
     request = TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).dump_json(work)
     code, answer, errors = run_watched("the export", command, request)
     try:

@@ -13,16 +13,16 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from infra.errors import BadInput
-from infra.processes.guard import guarded_directory
-from infra.store.runs import Run, list_runs
-from infra.store.storage import open_store
-from tasks.run.batch import iterations_without_rollouts
-from tasks.run.keys import iteration_key
-from tasks.views.export import export_file, export_tables, write_export
-from tasks.views.metrics import sealed_iterations
-from tasks.views.runs import open_known_run
-from tasks.views.tables import TABLES
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.guard import guarded_directory
+from rheostat.infra.store.runs import Run, list_runs
+from rheostat.infra.store.storage import open_store
+from rheostat.tasks.run.batch import iterations_without_rollouts
+from rheostat.tasks.run.keys import iteration_key
+from rheostat.tasks.views.export import export_file, export_tables, write_export
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.runs import open_known_run
+from rheostat.tasks.views.tables import TABLES
 
 VIEWS: Final = ("rollouts", *TABLES)
 

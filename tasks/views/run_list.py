@@ -6,15 +6,15 @@ from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Literal
 
-from infra.config import Settings
-from infra.errors import BadInput, Damaged
-from infra.store.contracts import LockState, is_key
-from infra.store.manifests import Manifest
-from infra.store.run_record import RECORD
-from infra.store.runs import Run, list_runs, open_run
-from infra.store.storage import open_store
-from tasks.run.keys import StageKey, iteration_key, iteration_numbers
-from tasks.views.metrics import format_number
+from rheostat.infra.config import Settings
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.contracts import LockState, is_key
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.run_record import RECORD
+from rheostat.infra.store.runs import Run, list_runs, open_run
+from rheostat.infra.store.storage import open_store
+from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
+from rheostat.tasks.views.metrics import format_number
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
 """Status of a run.

@@ -10,16 +10,16 @@ from datetime import UTC, datetime
 
 import psutil
 
-from infra.config import read_recorded
-from infra.store.chain import linked_parts
-from infra.store.manifests import Manifest
-from infra.store.progress import newest_goal, newest_note
-from infra.store.runs import LOCK, Run, open_run
-from models.config.rewards import ScoringConfig
-from tasks.run.batch import Batch
-from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iteration_numbers
-from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluation_temperature, read_report
-from tasks.views.runs import detect_deletion
+from rheostat.infra.config import read_recorded
+from rheostat.infra.store.chain import linked_parts
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.progress import newest_goal, newest_note
+from rheostat.infra.store.runs import LOCK, Run, open_run
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iteration_numbers
+from rheostat.tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluation_temperature, read_report
+from rheostat.tasks.views.runs import detect_deletion
 
 RECENT_ITERATIONS = 5
 """Number of recent iterations whose mean duration predicts the remaining time."""

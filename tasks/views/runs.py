@@ -5,34 +5,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from infra.config import Settings, read_recorded
-from infra.costs import Cost
-from infra.counts import format_count
-from infra.errors import BadInput, Damaged, RheostatError
-from infra.store.dependencies import AcceptedChange, accepted_changes
-from infra.store.garbage import tags_of
-from infra.store.manifests import Manifest
-from infra.store.run_record import RECORD
-from infra.store.runs import Run, list_runs, open_run
-from infra.store.shards import read_metadata
-from infra.store.storage import open_store
-from infra.store.tombstones import Tombstone, find_tombstone
-from infra.validation_errors import nearest
-from models.config.rewards import ScoringConfig
-from models.records.media import Media, ShownImage
-from models.records.versions import directory_of, policy_of
-from models.rollouts.preview import RolloutPreview, read_samples
-from tasks.run.batch import (
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.costs import Cost
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, Damaged, RheostatError
+from rheostat.infra.store.dependencies import AcceptedChange, accepted_changes
+from rheostat.infra.store.garbage import tags_of
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.run_record import RECORD
+from rheostat.infra.store.runs import Run, list_runs, open_run
+from rheostat.infra.store.shards import read_metadata
+from rheostat.infra.store.storage import open_store
+from rheostat.infra.store.tombstones import Tombstone, find_tombstone
+from rheostat.infra.validation_errors import nearest
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.media import Media, ShownImage
+from rheostat.models.records.versions import directory_of, policy_of
+from rheostat.models.rollouts.preview import RolloutPreview, read_samples
+from rheostat.tasks.run.batch import (
     check_rollouts_kept,
     iterations_without_rollouts,
     picture_shards_of,
     rollouts_of,
     rollouts_of_batch,
 )
-from tasks.run.keys import PROMPTS, StageKey, iteration_key, iteration_numbers
-from tasks.run.rescorings import DerivedResult, DerivedSummary, list_derived_results
-from tasks.run.reverts import policy_key
-from tasks.views.metrics import (
+from rheostat.tasks.run.keys import PROMPTS, StageKey, iteration_key, iteration_numbers
+from rheostat.tasks.run.rescorings import DerivedResult, DerivedSummary, list_derived_results
+from rheostat.tasks.run.reverts import policy_key
+from rheostat.tasks.views.metrics import (
     Accuracy,
     IterationReport,
     evaluations_of,
@@ -41,7 +41,7 @@ from tasks.views.metrics import (
     run_costs,
     sealed_iterations,
 )
-from tasks.views.run_list import has_run
+from rheostat.tasks.views.run_list import has_run
 
 
 def sample_rollouts(

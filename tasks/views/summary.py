@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from infra.config import Settings
-from infra.costs import Cost
-from models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
-from tasks.views.metrics import Accuracy, IterationReport, format_number
+from rheostat.infra.config import Settings
+from rheostat.infra.costs import Cost
+from rheostat.models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
+from rheostat.tasks.views.metrics import Accuracy, IterationReport, format_number
 
 MIN_SHOWN_SECONDS: Final = 0.05
 """Minimum duration in seconds for a stage to be listed."""

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from infra.config import Settings
-from infra.store.runs import list_runs
-from infra.untrusted_text import make_visible
-from tasks.config.run import RunConfig
-from tasks.views.metrics import Accuracy
-from tasks.views.run_list import read_run_line
-from tasks.views.runs import describe_run
+from rheostat.infra.config import Settings
+from rheostat.infra.store.runs import list_runs
+from rheostat.infra.untrusted_text import make_visible
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.views.metrics import Accuracy
+from rheostat.tasks.views.run_list import read_run_line
+from rheostat.tasks.views.runs import describe_run
 
 SweptStatus = Literal["running", "done", "crashed", "stopped", "damaged", "failed", "not begun"]
 

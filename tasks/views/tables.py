@@ -11,19 +11,19 @@ from typing import Final
 import duckdb
 import pyarrow as pa
 
-from infra.config import read_recorded
-from infra.costs import total
-from infra.store.bundles import has_bundle
-from infra.store.runs import Run
-from infra.store.shards import read_shard
-from models.config.rewards import ScoringConfig
-from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import policy_of
-from tasks.run.batch import iterations_without_rollouts, rollouts_of
-from tasks.run.keys import StageKey, iteration_key, reward_model_role
-from tasks.run.rescorings import DerivedResult, Kind, list_derived_results, rescoring_terms
-from tasks.run.reverts import policy_after
-from tasks.views.metrics import sealed_iterations
+from rheostat.infra.config import read_recorded
+from rheostat.infra.costs import total
+from rheostat.infra.store.bundles import has_bundle
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.schemas import VERDICT_SCHEMA
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.batch import iterations_without_rollouts, rollouts_of
+from rheostat.tasks.run.keys import StageKey, iteration_key, reward_model_role
+from rheostat.tasks.run.rescorings import DerivedResult, Kind, list_derived_results, rescoring_terms
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.views.metrics import sealed_iterations
 
 PLACE: Final = ("prompt_row", "sample")
 VERDICT: Final = pa.struct([VERDICT_SCHEMA.field(name) for name in VERDICT_SCHEMA.names[2:]])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.records.versions import ModelVersion
+from rheostat.models.records.versions import ModelVersion
 from tests.support.training import publish_scratch
 
 _ROWS = pytest.StashKey[list[tuple[str, str, str]]]()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.device import choose_device
-from models.engines.local.engine import HuggingFaceEngine
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.device import choose_device
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy
 from tests.support.engines import *  # noqa: F403  # pytest collects the tests of every engine here
 from tests.support.engines import MIXED, Loaded, load_if_needed
 

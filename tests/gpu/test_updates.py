@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.config.objectives import UpdateConfig
-from models.config.optimizers import Adam8bit, Muon
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.optimizers import Adam8bit, Muon
 from tests.support.cpu_updates import Updates, relative_error, take_updates, take_updates_on_cpu
 from tests.support.update_workers import LORA, UNCLIPPED, change, start_worker, update_work
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from infra.environments.find import find_environment
+from rheostat.infra.environments.find import find_environment
 from tests.support.jobs import ROOT
 from tests.support.model_families import FAMILIES
 

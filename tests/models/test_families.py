@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.errors import BadInput
-from models.commands.preflight import Inputs, check
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.policy import load_policy
-from tasks.config.run import override_config
+from rheostat.infra.errors import BadInput
+from rheostat.models.commands.preflight import Inputs, check
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
+from rheostat.models.modeling.policy import load_policy
+from rheostat.tasks.config.run import override_config
 from tests.support.families import batch
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import TINY, bundles_of, manifest_of

@@ -2,12 +2,12 @@
 
 import pytest
 
-from flows.cli.app import main
-from infra.errors import AlarmStopped
-from models.records.versions import policy_of
-from tasks.run.iteration import Iteration
-from tasks.run.reverts import policy_after
-from tasks.verification.invariants import verify_run
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import AlarmStopped
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.checker import problems_of
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import bundles_of, manifests_of

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from flows.cli.app import main
-from infra.errors import BudgetSpent
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BudgetSpent
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import manifest_of, manifests_of
 from tests.support.stored_runs import rows_of

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from flows.cli.app import main
-from infra.store.runs import Run
-from tasks.config.run import load_config
-from tasks.run.dependencies import find_matching_run
-from tasks.verification.invariants import verify_run
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.runs import Run
+from rheostat.tasks.config.run import load_config
+from rheostat.tasks.run.dependencies import find_matching_run
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, files_of, manifests_of
 

@@ -6,9 +6,9 @@ from threading import Event, Thread
 
 import pytest
 
-from infra.errors import RunLocked
-from infra.store.garbage import collect_garbage, find_garbage
-from infra.store.runs import open_run
+from rheostat.infra.errors import RunLocked
+from rheostat.infra.store.garbage import collect_garbage, find_garbage
+from rheostat.infra.store.runs import open_run
 from tests.support import checker
 from tests.support.in_process import InProcessJob, run_command
 from tests.support.jobs import files_of, manifests_of, shards_of, wait_for
@@ -108,7 +108,7 @@ def test_verify_and_show_report_the_shards_that_gc_deleted(copied, tmp_path):
 
 
 def test_a_run_whose_shards_gc_deleted_cannot_be_resumed(copied):
-    from infra.errors import RunChanged
+    from rheostat.infra.errors import RunChanged
 
     copied.command("gc", "--keep", "0", "--delete")
     before = files_of(copied.run)

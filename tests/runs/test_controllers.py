@@ -5,7 +5,7 @@ from datetime import datetime
 import httpx
 import pytest
 
-from infra.errors import WorkerFailed, WorkerLost, first_cause
+from rheostat.infra.errors import WorkerFailed, WorkerLost, first_cause
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 from tests.support.jobs import PASSWORD, Job
 

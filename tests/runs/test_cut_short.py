@@ -6,7 +6,7 @@ import shutil
 import httpx
 import pytest
 
-import flows.iteration
+import rheostat.flows.iteration
 from tests.support import checker
 from tests.support.in_process import copy_job
 from tests.support.jobs import PASSWORD, manifest_of, manifests_of, wait_for
@@ -26,7 +26,7 @@ def continued(reference, tmp_path_factory):
     for path in [*(job.run / gone for gone in GONE), *sorted((job.run / "chain").iterdir())[2:]]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (job.home / "left").write_text(json.dumps(sorted(manifests_of(job.run))))
-    seal = flows.iteration.seal_iteration
+    seal = rheostat.flows.iteration.seal_iteration
 
     def late(open_run, iteration):
         if iteration.number == 3:
@@ -34,7 +34,7 @@ def continued(reference, tmp_path_factory):
         return seal(open_run, iteration)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flows.iteration, "seal_iteration", late)
+        patch.setattr(rheostat.flows.iteration, "seal_iteration", late)
         job.train("name=tiny", "iterations=4", "controllers.iterations_per_flow_run=3")
     return job
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import main
-from tasks.views.runs import describe_run
+from rheostat.flows.cli.app import main
+from rheostat.tasks.views.runs import describe_run
 from tests.support.jobs import demo, digest_of
 
 

@@ -9,24 +9,24 @@ import pytest
 import torch
 from PIL import Image
 
-from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard
-from models.config.denoising import DenoisingConfig, LearntWindow
-from models.config.engines import DiffusersEngine
-from models.denoising import pipeline
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.steps import GenerationSetup, StepLogprobs
-from models.engines.image_generation import DiffusersImageEngine
-from models.engines.protocol import Request
-from models.modeling.layout import lay_out
-from models.records.media import Gallery, Media
-from models.records.model_input import ModelInput, rollout_inputs
-from models.records.versions import policy_of
-from models.text.tokenizer import load_tokenizer
-from tasks.run.batch import picture_shards_of
-from tasks.run.keys import StageKey
-from tasks.verification.invariants import verify_run
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.denoising import DenoisingConfig, LearntWindow
+from rheostat.models.config.engines import DiffusersEngine
+from rheostat.models.denoising import pipeline
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.engines.image_generation import DiffusersImageEngine
+from rheostat.models.engines.protocol import Request
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.records.media import Gallery, Media
+from rheostat.models.records.model_input import ModelInput, rollout_inputs
+from rheostat.models.records.versions import policy_of
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.tasks.run.batch import picture_shards_of
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chat_server import chat_server, reply_with
 from tests.support.in_process import InProcessJob

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from models.workers.update import UpdateWorker
-from tasks.verification.invariants import verify_run
+from rheostat.models.workers.update import UpdateWorker
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.chaos import Strike, attempt, problems_after, run_once, writes_of
 from tests.support.jobs import bundles_of, manifest_of, wait_for, works_of
 from tests.support.processes import process

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from infra.errors import RheostatError
-from models.records.seeds import derive_seed
+from rheostat.infra.errors import RheostatError
+from rheostat.models.records.seeds import derive_seed
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import manifest_of
 from tests.support.stored_runs import open_tiny, rows_of, tables_of

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job, digest_of
 from tests.support.pages import EXTENDING, files_of, write_page

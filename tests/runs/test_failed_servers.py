@@ -29,12 +29,14 @@ class Failure:
 
 
 FAILURES = (
-    Failure("flows.cli.server", signal.SIGSTOP, "", r"did not start: the job's own Prefect server .* is suspended"),
+    Failure(
+        "rheostat.flows.cli.server", signal.SIGSTOP, "", r"did not start: the job's own Prefect server .* is suspended"
+    ),
     Failure("raylet", signal.SIGSTOP, "", r"raylet.* is suspended"),
-    Failure("flows.cli.server", signal.SIGSTOP, "it-0001/plan", r"API failed.* is suspended"),
+    Failure("rheostat.flows.cli.server", signal.SIGSTOP, "it-0001/plan", r"API failed.* is suspended"),
     Failure("raylet", signal.SIGKILL, "it-0001/rollout/0000", r"raylet .* has died"),
     Failure("gcs_server", signal.SIGSTOP, "it-0001/credit", r"interrupted", interrupt=signal.SIGINT),
-    Failure("flows.cli.server", signal.SIGKILL, "it-0001/update", r"API failed.* has died"),
+    Failure("rheostat.flows.cli.server", signal.SIGKILL, "it-0001/update", r"API failed.* has died"),
     Failure("raylet", signal.SIGSTOP, "it-0002/plan", r"interrupted", interrupt=signal.SIGTERM),
 )
 

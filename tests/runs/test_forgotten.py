@@ -13,13 +13,13 @@ from prefect import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-from infra.errors import RunChanged
-from infra.store.local import LocalStore
-from infra.store.manifests import decode_manifest
-from infra.store.runs import open_run
-from tasks.forgetting import remove_prompts
-from tasks.reporting import delete_published_completions
-from tasks.verification.invariants import verify_run
+from rheostat.infra.errors import RunChanged
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.manifests import decode_manifest
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.forgetting import remove_prompts
+from rheostat.tasks.reporting import delete_published_completions
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import copy_job
 from tests.support.jobs import files_of, manifests_of
 from tests.support.processes import preload, process

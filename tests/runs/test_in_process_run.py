@@ -8,15 +8,15 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
-import tasks.reporting
-import tasks.run.open_run
-from flows.cli.train import run_flow
-from infra.errors import BadInput
-from infra.store.runs import open_run
-from tasks.config.run import override_config, parse_config
-from tasks.reporting import keep_pages_updated, report_iteration
-from tasks.run.prefect_pages import PrefectPages
-from tasks.run.rescorings import Rescoring
+import rheostat.tasks.reporting
+import rheostat.tasks.run.open_run
+from rheostat.flows.cli.train import run_flow
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.config.run import override_config, parse_config
+from rheostat.tasks.reporting import keep_pages_updated, report_iteration
+from rheostat.tasks.run.prefect_pages import PrefectPages
+from rheostat.tasks.run.rescorings import Rescoring
 from tests.support.in_process import InProcessJob, copy_job, run_command
 from tests.support.jobs import PASSWORD, TINY, leftovers_of, manifests_of
 
@@ -30,7 +30,7 @@ def test_a_run_in_threads_leaves_no_temporary_file(reference):
 @pytest.mark.system
 def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_run(reference, prefect_api, monkeypatch):
     for limit in ("PAGES_SECONDS", "LAST_PAGE_SECONDS"):
-        monkeypatch.setattr(tasks.reporting, limit, 600.0)  # on a slow machine the three reports take longer
+        monkeypatch.setattr(rheostat.tasks.reporting, limit, 600.0)  # on a slow machine the three reports take longer
     run = open_run(str(reference.store), "tiny")
     settings = parse_config(
         {**run.record.config, "name": "tiny", "store": str(reference.store), "iterations": 3}, source="tiny"
@@ -79,7 +79,7 @@ def test_a_flow_called_from_python_refuses_invalid_inputs_before_anything_is_wri
 
 
 def test_a_rescoring_called_from_python_refuses_invalid_rewards_before_anything_is_written(reference, tmp_path):
-    from flows.rescoring import rescore
+    from rheostat.flows.rescoring import rescore
 
     job = copy_job(reference, tmp_path / "job")
     reward = "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:missing'}]"
@@ -97,7 +97,7 @@ def test_resuming_a_finished_run_reserves_no_workers_and_changes_nothing(referen
     async def refuse(*arguments):
         raise AssertionError("worker slots of a finished run")
 
-    monkeypatch.setattr(tasks.run.open_run, "open_worker_slots", refuse)
+    monkeypatch.setattr(rheostat.tasks.run.open_run, "open_worker_slots", refuse)
     job.train()
     assert {work.partition("(")[0] for work in job.works()} <= {"excerpts"}
     assert manifests_of(job.run) == manifests_of(reference.run)

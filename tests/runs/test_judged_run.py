@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.simulator.__main__ import main as simulator
-from flows.cli.app import main as command
+from rheostat.flows.cli.app import main as command
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import manifest_of
 from tests.support.whole_runs import check_same_run, read_families

@@ -9,14 +9,14 @@ from uuid import UUID
 
 import pytest
 
-from flows.cli.app import main
-from infra.store.bundles import publish_bundle
-from infra.store.checksums import seal
-from infra.store.garbage import delete_run
-from infra.store.registry import POLICIES, RegistryRecord, open_registry
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
-from tasks.promotion.draft import Draft, draft_key, trained_ids_key
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.garbage import delete_run
+from rheostat.infra.store.registry import POLICIES, RegistryRecord, open_registry
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.promotion.draft import Draft, draft_key, trained_ids_key
 from tests.support.jobs import manifests_of
 from tests.support.prompts import choose_prompts
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tasks.verification.invariants import verify_run
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import bundles_of

@@ -6,13 +6,13 @@ import pyarrow.compute as pc
 import pytest
 from safetensors.numpy import load_file
 
-from infra.errors import RunChanged
-from infra.store.bundles import delete_bundle
-from infra.store.shards import read_shard
-from tasks.run.batch import rollouts_of
-from tasks.run.keys import StageKey
-from tasks.run.states import states_of
-from tasks.verification.invariants import verify_run
+from rheostat.infra.errors import RunChanged
+from rheostat.infra.store.bundles import delete_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.run.batch import rollouts_of
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.states import states_of
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import manifests_of
 from tests.support.stored_runs import open_tiny

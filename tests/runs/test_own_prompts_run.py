@@ -6,12 +6,12 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from models.records.model_input import TURN_PROMPT
-from models.records.turn_prompts import count_turn_prompts, split_at_prompts
-from tasks.run.iteration import Iteration
-from tasks.verification.invariants import verify_run
-from tasks.verification.samples import check_samples
-from tasks.views.export import export_tables
+from rheostat.models.records.model_input import TURN_PROMPT
+from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.verification.invariants import verify_run
+from rheostat.tasks.verification.samples import check_samples
+from rheostat.tasks.views.export import export_tables
 from tests.support import checker
 from tests.support.stored_runs import open_tiny, tables_of
 
@@ -68,7 +68,7 @@ def test_reference_log_probs_are_computed_after_the_prompt_of_each_turn(whole):
 
 
 def test_verify_finds_an_episode_with_a_missing_or_repeated_turn(whole, monkeypatch):
-    import tasks.verification.samples as verification
+    import rheostat.tasks.verification.samples as verification
 
     iteration, names = Iteration(open_tiny(whole), 1), verification._read_names
     assert [*check_samples(iteration)] == []

@@ -5,10 +5,10 @@ from itertools import chain
 import pyarrow as pa
 import pytest
 
-import tasks.verification.samples as verification
-from infra.store.shards import read_shard
-from tasks.run.iteration import Iteration
-from tasks.verification.invariants import verify_run
+import rheostat.tasks.verification.samples as verification
+from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.stored_runs import open_tiny
 

@@ -6,9 +6,9 @@ import tomllib
 
 import pytest
 
-from flows.cli.train import run_flow
-from flows.train import train
-from tasks.config.run import override_config
+from rheostat.flows.cli.train import run_flow
+from rheostat.flows.train import train
+from rheostat.tasks.config.run import override_config
 from tests.support.in_process import prefect_at, run_command
 from tests.support.jobs import manifests_of
 from tests.support.past_runs import JOB, NAME, past_versions, unpack_run

@@ -11,18 +11,18 @@ import pytest
 from PIL import Image
 from transformers import pipeline
 
-from infra.store.shards import read_shard
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.data.images import digest_of
-from models.engines.local.engine import HuggingFaceEngine
-from models.engines.protocol import Request
-from models.records.media import InMemoryImages, Media
-from models.records.model_input import image_digests
-from models.records.versions import policy_of
-from models.text.tokenizer import load_tokenizer, tokenize_problems
-from models.vision.processor import load_processor
-from tasks.run.keys import PROMPTS, StageKey
-from tasks.verification.invariants import verify_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.data.images import digest_of
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.protocol import Request
+from rheostat.models.records.media import InMemoryImages, Media
+from rheostat.models.records.model_input import image_digests
+from rheostat.models.records.versions import policy_of
+from rheostat.models.text.tokenizer import load_tokenizer, tokenize_problems
+from rheostat.models.vision.processor import load_processor
+from rheostat.tasks.run.keys import PROMPTS, StageKey
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chat_server import chat_server, reply_with
 from tests.support.demos import demo_module

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from models.algorithms.shaping import next_coefficient
-from models.config.divergence import AdaptiveKl
+from rheostat.models.algorithms.shaping import next_coefficient
+from rheostat.models.config.divergence import AdaptiveKl
 from tests.support.jobs import bundles_of, digest_of, manifest_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]

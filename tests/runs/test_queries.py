@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import tasks.views.export
-import tasks.views.tables
-from flows.cli.app import main
-from flows.cli.output import answer_rows
-from infra.errors import BadInput
-from infra.terminal import table
-from tasks.views.query import VIEWS, query_runs
-from tasks.views.tables import CREDIT
+import rheostat.tasks.views.export
+import rheostat.tasks.views.tables
+from rheostat.flows.cli.app import main
+from rheostat.flows.cli.output import answer_rows
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import table
+from rheostat.tasks.views.query import VIEWS, query_runs
+from rheostat.tasks.views.tables import CREDIT
 from tests.support.chat_server import chat_server, reply_with
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, bundles_of, files_of, manifest_of, manifests_of
@@ -163,7 +163,7 @@ def test_a_query_reads_only_the_views_that_it_names(reference, monkeypatch):
     def refuse(*arguments, **named):
         raise AssertionError("a shard was read")
 
-    for module in (tasks.views.tables, tasks.views.export):
+    for module in (rheostat.tasks.views.tables, rheostat.tasks.views.export):
         monkeypatch.setattr(module, "read_shard", refuse)
     iterations = "select count(*) as count from Iterations join policies using (run, iteration) where run != 'rollouts'"
     assert rows(reference, iterations) == [{"count": 3}]

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli.app import main
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
-from models.config.data import FileData
-from models.data.problems import Message, load_problems
-from tasks.config.run import load_config
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.data import FileData
+from rheostat.models.data.problems import Message, load_problems
+from rheostat.tasks.config.run import load_config
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import AUTH, RHEOSTAT, ROOT
 from tests.support.policies import write_policy

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from infra.store.shards import read_shard
-from models.records.model_input import rollout_inputs
-from models.records.schemas import EXPERTS
-from tasks.verification.invariants import verify_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.records.model_input import rollout_inputs
+from rheostat.models.records.schemas import EXPERTS
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.in_process import InProcessJob
 from tests.support.stored_runs import open_tiny, tables_of

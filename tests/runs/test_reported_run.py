@@ -8,8 +8,8 @@ import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-from infra.errors import StoreFailed
-from tasks import reporting
+from rheostat.infra.errors import StoreFailed
+from rheostat.tasks import reporting
 from tests.support.data_files import number_problems, write_lines
 from tests.support.in_process import InProcessJob
 
@@ -35,7 +35,7 @@ def test_a_run_stores_its_report_and_a_link_until_a_prompt_is_forgotten(tmp_path
     [prompt, *_] = re.findall(r'"prompt_id":"([0-9a-f]{16})"', page.read_text())
     (tmp_path / "ids").write_text(prompt)
     with job.prefect():
-        from flows.cli.app import main
+        from rheostat.flows.cli.app import main
 
         assert (
             main(["forget", "reported", "--prompt-ids", str(tmp_path / "ids"), "--delete", "--store", str(job.store)])

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli.app import main
-from infra.store.checksums import seal
-from infra.store.manifests import decode_manifest
-from infra.store.runs import open_run
-from tasks.verification.invariants import verify_run
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.manifests import decode_manifest
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import ROOT, Fault, Job, files_of
 

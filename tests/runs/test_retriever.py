@@ -6,21 +6,21 @@ from contextlib import contextmanager
 
 import pytest
 
-from flows.cli.app import main
-from flows.cli.train import run_flow
-from infra.errors import BadInput, RheostatError, RunChanged
-from infra.processes.episodes import EpisodeRequest
-from infra.store.runs import open_run
-from models.config.data import DeduplicatedData, FileData
-from models.config.environments import SearchEnvironment
-from models.config.reward_terms import SimilarityReward
-from models.data.problems import find_exclusions, load_problems
-from models.environments.pool import start_process
-from models.retrieval.measure import find, retrieval_of
-from models.retrieval.pairs import load_pairs
-from models.rewards.rules import build_reward
-from tasks.config.retriever import load_retriever_config
-from tasks.retriever import CHOSEN, TEACHER
+from rheostat.flows.cli.app import main
+from rheostat.flows.cli.train import run_flow
+from rheostat.infra.errors import BadInput, RheostatError, RunChanged
+from rheostat.infra.processes.episodes import EpisodeRequest
+from rheostat.infra.store.runs import open_run
+from rheostat.models.config.data import DeduplicatedData, FileData
+from rheostat.models.config.environments import SearchEnvironment
+from rheostat.models.config.reward_terms import SimilarityReward
+from rheostat.models.data.problems import find_exclusions, load_problems
+from rheostat.models.environments.pool import start_process
+from rheostat.models.retrieval.measure import find, retrieval_of
+from rheostat.models.retrieval.pairs import load_pairs
+from rheostat.models.rewards.rules import build_reward
+from rheostat.tasks.config.retriever import load_retriever_config
+from rheostat.tasks.retriever import CHOSEN, TEACHER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, Job
 
@@ -39,7 +39,7 @@ def small_config(store, *overrides):
 @contextmanager
 def fail_after(after):
     """Make the worker fail after this number of steps."""
-    from models.workers.retriever import RetrieverWorker
+    from rheostat.models.workers.retriever import RetrieverWorker
 
     with pytest.MonkeyPatch.context() as patch:
         count = RetrieverWorker._count
@@ -61,7 +61,7 @@ def job(tmp_path_factory, prefect_api):
 @pytest.fixture(scope="module")
 def made(job):
     """Undisturbed retriever with all stages."""
-    from flows.retriever import retriever
+    from rheostat.flows.retriever import retriever
 
     with job.prefect():
         return run_flow(retriever(small_config(job.store, "method=cascade")))
@@ -69,7 +69,7 @@ def made(job):
 
 @pytest.mark.system
 def test_a_retriever_killed_in_any_stage_ends_with_the_same_bits_and_repeats_no_stage(job, made, tmp_path):
-    from flows.retriever import retriever
+    from rheostat.flows.retriever import retriever
 
     config = small_config(tmp_path, "method=cascade")
     with job.prefect():
@@ -86,7 +86,7 @@ def test_a_retriever_killed_in_any_stage_ends_with_the_same_bits_and_repeats_no_
 
 @pytest.mark.system
 def test_a_finished_retriever_is_reported_again_and_another_configuration_is_refused(job, made):
-    from flows.retriever import retriever
+    from rheostat.flows.retriever import retriever
 
     with job.prefect():
         assert run_flow(retriever(small_config(job.store, "method=cascade", "report_steps=1"))) == made
@@ -218,7 +218,7 @@ def test_invalid_retriever_settings_are_refused_in_one_line_and_nothing_is_writt
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_self_distillation_improves_a_retriever_trained_on_few_pairs(job, seed, tmp_path):
-    from flows.retriever import retriever
+    from rheostat.flows.retriever import retriever
 
     config = ROOT / "configs/retriever.toml"
     with job.prefect():

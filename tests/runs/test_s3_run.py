@@ -17,15 +17,15 @@ from blake3 import blake3
 from prefect.blocks.system import Secret
 from pyarrow.fs import S3FileSystem
 
-from flows.cli.app import main
-from infra.errors import BadInput, RunChanged
-from infra.processes.guard import CLUSTER
-from infra.store.bundles import CONTENTS
-from infra.store.copies import copy_run
-from infra.store.registry import open_registry
-from infra.store.runs import open_run
-from models.config.data import FileData
-from models.data.problems import Problem, load_problems
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BadInput, RunChanged
+from rheostat.infra.processes.guard import CLUSTER
+from rheostat.infra.store.bundles import CONTENTS
+from rheostat.infra.store.copies import copy_run
+from rheostat.infra.store.registry import open_registry
+from rheostat.infra.store.runs import open_run
+from rheostat.models.config.data import FileData
+from rheostat.models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob, own_store
 from tests.support.jobs import SMALLEST, TINY, Job, digest_of, files_of, manifests_of, process_tree
 from tests.support.jobs import Fault as WorkerFault

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from infra.statistics import mean_interval
-from infra.store.shards import read_shard
-from tasks.run.batch import Batch
-from tasks.run.keys import StageKey, evaluation_key
-from tasks.verification.invariants import verify_run
-from tasks.views.metrics import evaluations_of
+from rheostat.infra.statistics import mean_interval
+from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import StageKey, evaluation_key
+from rheostat.tasks.verification.invariants import verify_run
+from rheostat.tasks.views.metrics import evaluations_of
 from tests.support.stored_runs import open_tiny
 
 pytestmark = pytest.mark.timeout(1200)

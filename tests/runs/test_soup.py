@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from flows.cli.app import main
-from flows.cli.train import run_flow
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle
-from infra.store.checksums import seal
-from infra.store.runs import list_runs, open_run
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.soup.front import measure_front
-from tasks.config.run import RunConfig, load_config
-from tasks.run.batch import Batch
-from tasks.run.keys import StageKey, evaluation_key
-from tasks.soup.record import SoupRecord, latest_records, soup_policy, verify_soup
+from rheostat.flows.cli.app import main
+from rheostat.flows.cli.train import run_flow
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.soup.front import measure_front
+from rheostat.tasks.config.run import RunConfig, load_config
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import StageKey, evaluation_key
+from rheostat.tasks.soup.record import SoupRecord, latest_records, soup_policy, verify_soup
 from tests.support.chaos import run_driver
 from tests.support.chaos_families import SMALLEST_SOUP
 from tests.support.demos import demo_job
@@ -62,9 +62,9 @@ class Made:
 @pytest.fixture(scope="module")
 def soup(tmp_path_factory, prefect_api) -> Made:
     """Soup that searches for β, has experts at its corners, and is killed once, within the search."""
-    import flows.soup
+    import rheostat.flows.soup
 
-    job, evaluated, whole = InProcessJob(tmp_path_factory.mktemp("soup"), prefect_api), [], flows.soup.evaluate
+    job, evaluated, whole = InProcessJob(tmp_path_factory.mktemp("soup"), prefect_api), [], rheostat.flows.soup.evaluate
     config = tiny(str(job.store), "soup.candidates=[0.6, 0.8]", "soup.corners='expert'")
 
     class Counted:
@@ -81,12 +81,12 @@ def soup(tmp_path_factory, prefect_api) -> Made:
             return evaluate
 
     with job.prefect(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flows.soup, "evaluate", Counted())
+        patch.setattr(rheostat.flows.soup, "evaluate", Counted())
         with pytest.raises(Killed):
-            run_flow(flows.soup.soup(config))
-        record = run_flow(flows.soup.soup(config))
+            run_flow(rheostat.flows.soup.soup(config))
+        record = run_flow(rheostat.flows.soup.soup(config))
         done = len(evaluated)
-        again = run_flow(flows.soup.soup(config))
+        again = run_flow(rheostat.flows.soup.soup(config))
         assert len(evaluated) == done
     return Made(job, evaluated, record, again)
 
@@ -103,11 +103,11 @@ def test_a_killed_soup_continues_and_repeats_no_evaluation(soup):
 
 @pytest.mark.smoke
 def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weights(tmp_path, prefect_api):
-    import flows.soup
+    import rheostat.flows.soup
 
     job, store = Job(tmp_path, prefect_api, document=demo_job("soup").read_text()), tmp_path / "store"
     with InProcessJob(tmp_path, prefect_api).prefect():
-        whole = run_flow(flows.soup.soup(load_config(job.configured(), [*SMALLEST_SOUP, f"store='{store}'"])))
+        whole = run_flow(rheostat.flows.soup.soup(load_config(job.configured(), [*SMALLEST_SOUP, f"store='{store}'"])))
     store.rename(tmp_path / "whole")  # runs name the directories of the policies from which they start
     job.plant([Fault("driver", "after", "/soup.for-.*/manifests/it-0001/credit.json")])
     assert run_driver(job, "soup", *SMALLEST_SOUP) == -signal.SIGKILL
@@ -227,20 +227,20 @@ def test_invalid_preferences_are_refused(soup, tmp_path, capsys, words, said):
 
 
 def test_a_soup_of_the_same_name_with_another_configuration_is_refused(soup):
-    import flows.soup
+    import rheostat.flows.soup
 
     with soup.job.prefect(), pytest.raises(BadInput, match="was created with another configuration"):
-        run_flow(flows.soup.soup(tiny(soup.store, "warmup.steps=21")))
+        run_flow(rheostat.flows.soup.soup(tiny(soup.store, "warmup.steps=21")))
 
 
 def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp_path):
-    import flows.soup
+    import rheostat.flows.soup
 
     before = {name for name in list_runs(soup.store) if ".at-" not in name}
     with soup.job.prefect():
-        rewarded = run_flow(flows.soup.soup(tiny(soup.store, "soup.method='rewarded'")))
+        rewarded = run_flow(rheostat.flows.soup.soup(tiny(soup.store, "soup.method='rewarded'")))
         assert {name for name in list_runs(soup.store) if ".at-" not in name} == before
-        oracle = run_flow(flows.soup.soup(tiny(soup.store, "soup.method='oracle'")))
+        oracle = run_flow(rheostat.flows.soup.soup(tiny(soup.store, "soup.method='oracle'")))
     assert {name for name in list_runs(soup.store) if ".at-" not in name} == before | {"soup.for-0.5-0.5"}
     assert rewarded.backbones == soup.record.experts and oracle.start == rewarded.start == soup.record.start
     assert [point.weights for point in rewarded.points] == [point.preference for point in rewarded.points]
@@ -275,7 +275,7 @@ def test_a_constant_reward_term_is_refused(tmp_path, prefect_api, capfd):
 
 
 def test_a_soup_of_three_rewards_has_three_backbones_and_a_lattice(tmp_path, prefect_api):
-    import flows.soup
+    import rheostat.flows.soup
 
     job = InProcessJob(tmp_path, prefect_api)
     terms = {"thorough": 14, "brief": 2, "middling": 8}
@@ -291,7 +291,7 @@ def test_a_soup_of_three_rewards_has_three_backbones_and_a_lattice(tmp_path, pre
         "iterations=1",
     )
     with job.prefect():
-        record = run_flow(flows.soup.soup(tiny(str(job.store), *changes)))
+        record = run_flow(rheostat.flows.soup.soup(tiny(str(job.store), *changes)))
     assert len(record.backbones) == 3 and len(record.points) == 6
     assert record.points[-1].preference == (1, 0, 0) and record.points[-1].weights == pytest.approx((2, -0.5, -0.5))
     soup_policy(str(job.store), "soup", (0.2, 0.2, 0.6), tmp_path / "policy")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.workers.update import UpdateWorker
-from tasks.run.iteration import Iteration
+from rheostat.models.workers.update import UpdateWorker
+from rheostat.tasks.run.iteration import Iteration
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import wait_for
 from tests.support.stored_runs import open_tiny

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.store.runs import open_run
-from tasks.run.iteration import Iteration
-from tasks.verification.invariants import check_invariants
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.verification.invariants import check_invariants
 from tests.support.jobs import RHEOSTAT, ROOT, SMALLEST_SWEEP, Job, files_of, is_alive, kill, wait_for
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from flows.cli import live
-from flows.cli.options import LineHandler, attach_handler
-from infra.terminal import WIDTH
-from tasks.views.run_progress import Activity
+from rheostat.flows.cli import live
+from rheostat.flows.cli.options import LineHandler, attach_handler
+from rheostat.infra.terminal import WIDTH
+from rheostat.tasks.views.run_progress import Activity
 from tests.support.jobs import RHEOSTAT, Job, wait_for
 from tests.support.terminal import COLOUR, on_terminal, plain_screen, screen
 

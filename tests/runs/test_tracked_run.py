@@ -10,17 +10,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.store.copies import copy_run
-from infra.store.runs import METRICS, create_run, open_run
-from tasks.config.run import parse_config
-from tasks.run.keys import StageKey, iteration_key
-from tasks.tracking import mirror
-from tasks.tracking.exporter import RunsCollector
-from tasks.tracking.metrics_file import extend_metrics
-from tasks.tracking.mirror import final_policy_of
-from tasks.tracking.points import PointName, points_after, subject_of
-from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
-from tasks.views.metrics import evaluations_of, reports_of
+from rheostat.infra.store.copies import copy_run
+from rheostat.infra.store.runs import METRICS, create_run, open_run
+from rheostat.tasks.config.run import parse_config
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.tracking import mirror
+from rheostat.tasks.tracking.exporter import RunsCollector
+from rheostat.tasks.tracking.metrics_file import extend_metrics
+from rheostat.tasks.tracking.mirror import final_policy_of
+from rheostat.tasks.tracking.points import PointName, points_after, subject_of
+from rheostat.tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
+from rheostat.tasks.views.metrics import evaluations_of, reports_of
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, manifests_of, wait_for
 from tests.support.pages import is_documented
@@ -214,8 +214,8 @@ def test_a_run_continues_while_trackers_fail_and_the_trackers_catch_up_later(
 
 KILLED = """
 import os, signal, sys
-from infra.store.runs import open_run
-from tasks.tracking.mirror import tracker_processes_of
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.tracking.mirror import tracker_processes_of
 from tests.support.trackers import FileTracker
 trackers = tracker_processes_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
 trackers.request_sync()
@@ -264,7 +264,7 @@ def test_metrics_are_written_without_any_tracker(copied):
 
 def test_rollouts_that_were_deleted_leave_no_samples(copied):
     run = open_run(str(copied.store), "tiny")
-    from infra.store.garbage import delete_run
+    from rheostat.infra.store.garbage import delete_run
 
     with run.lock():
         delete_run(run, why="a test")

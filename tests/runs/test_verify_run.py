@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from infra.errors import RheostatError
-from infra.store.manifests import decode_manifest
-from tasks.verification.invariants import missing_states, verify_run
+from rheostat.infra.errors import RheostatError
+from rheostat.infra.store.manifests import decode_manifest
+from rheostat.tasks.verification.invariants import missing_states, verify_run
 from tests.support.in_process import copy_job
 
 pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job

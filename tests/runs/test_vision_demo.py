@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from models.data.problems import Problem, load_problems
-from models.modeling.policy import load_vision
-from models.text.tokenizer import load_tokenizer, tokenize_problems
+from rheostat.models.data.problems import Problem, load_problems
+from rheostat.models.modeling.policy import load_vision
+from rheostat.models.text.tokenizer import load_tokenizer, tokenize_problems
 from tests.support.demos import demo_module
 from tests.support.jobs import RHEOSTAT, demo
 

@@ -3,8 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from tasks.run.iteration import Iteration
-from tasks.views.export import export_tables
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.views.export import export_tables
 from tests.support.jobs import manifest_of
 from tests.support.stored_runs import open_tiny
 

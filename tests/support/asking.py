@@ -14,9 +14,9 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow as run_flow_of
 from prefect.states import Pending
 
-from flows.cli.train import run_flow
-from infra.store.registry import open_registry
-from tasks.config.run import override_config
+from rheostat.flows.cli.train import run_flow
+from rheostat.infra.store.registry import open_registry
+from rheostat.tasks.config.run import override_config
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD, SMALLEST, TINY
 
@@ -47,7 +47,7 @@ class Asking:
 
     def goes_on(self) -> FlowRun:
         """Execute a scheduled flow run as a worker does, and return its state on the server."""
-        from flows.retrain import retrain
+        from rheostat.flows.retrain import retrain
 
         async def work():
             async with get_client() as client:
@@ -124,7 +124,7 @@ def create_run(job: InProcessJob, deployment: UUID) -> FlowRun:
 
 
 async def deploy() -> UUID:
-    from flows.retrain import retrain
+    from rheostat.flows.retrain import retrain
 
     async with get_client() as client:
         return await client.create_deployment(await client.create_flow(retrain), name="asks", entrypoint="none")

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from infra.store.checksums import canonical_json
-from models.records.seeds import derive_seed
+from rheostat.infra.store.checksums import canonical_json
+from rheostat.models.records.seeds import derive_seed
 
 KEY = "the servers' key"
 ABOUT = {

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from infra.store.bundles import publish_bundle
-from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.registry import POLICIES, Kind, Registry, RegistryRecord
 
 
 def append_record(

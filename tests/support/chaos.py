@@ -31,11 +31,11 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-import infra.store.local
-from flows.cli.app import main as command
-from infra.store.disk import open_temporary, publish_file
-from infra.store.garbage import collect_garbage
-from infra.store.runs import open_run
+import rheostat.infra.store.local
+from rheostat.flows.cli.app import main as command
+from rheostat.infra.store.disk import open_temporary, publish_file
+from rheostat.infra.store.garbage import collect_garbage
+from rheostat.infra.store.runs import open_run
 from tests.support import checker, faults
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import (
@@ -53,9 +53,9 @@ from tests.support.processes import preload, process
 ROLES = ("preparation", "rollout", "scoring", "update")
 preload(
     __name__,
-    "flows.train",
-    *(f"models.workers.{role}" for role in ROLES),
-    *("models.engines.local.engine", "models.algorithms.group_relative"),
+    "rheostat.flows.train",
+    *(f"rheostat.models.workers.{role}" for role in ROLES),
+    *("rheostat.models.engines.local.engine", "rheostat.models.algorithms.group_relative"),
     # What is imported where it is needed: once here, not at every start.
     *("deepspeed", "deepspeed.moe.layer", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pandas"),
     *("pyarrow.pandas_compat", "prefect.flow_engine", "prefect.task_engine", "fastapi"),
@@ -299,7 +299,7 @@ def attempt(
             here.happen(path, data, root=root)
         return won
 
-    infra.store.local.publish_file = publish
+    rheostat.infra.store.local.publish_file = publish
     write_to(home / "output")
     try:
         InProcessJob(home, api, counts_works=True).train(*job, *overrides)

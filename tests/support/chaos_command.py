@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from infra.terminal import write
+from rheostat.infra.terminal import write
 from tests.support.chaos import (
     MOMENTS,
     S,

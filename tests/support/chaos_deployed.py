@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tasks.config.documents import apply_overrides
-from tasks.config.run import RunConfig
+from rheostat.tasks.config.documents import apply_overrides
+from rheostat.tasks.config.run import RunConfig
 from tests.support.chaos_families import SHARES, SMALL, Plan, problems_of_run, run_chain, undisturbed_run
 from tests.support.deployments import ENDED, Server, flows_below, process_of_flow, run_worker, serve_deployments
 from tests.support.jobs import PATIENCE, TINY, prefect_server, wait_for

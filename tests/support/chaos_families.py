@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import psutil
 
-from infra.store.runs import list_runs
-from tasks.soup.record import latest_records
-from tasks.verification.invariants import verify_run
+from rheostat.infra.store.runs import list_runs
+from rheostat.tasks.soup.record import latest_records
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chaos import (
     ATTEMPTS,
@@ -245,7 +245,7 @@ def plan_sweep(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> 
             if fault is None or count_files(job.store) < fault.files:
                 return False
             family.extend(process_tree(command.pid)[1:])
-            runs = [each for each in family if is_alive(each.pid) and "flows.cli.sweep_run" in each.cmdline()]
+            runs = [each for each in family if is_alive(each.pid) and "rheostat.flows.cli.sweep_run" in each.cmdline()]
             (runs[0] if fault.of_run and runs else command).kill()
             return True
 
@@ -358,7 +358,7 @@ def plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) ->
         def start(fault: Fault | None) -> tuple[int, str]:
             with job.started(*overrides, faults=[] if fault is None else [fault]) as command:
                 if fault is not None and wait_for(lambda: job.struck() or command.poll() is not None):
-                    server = None if command.poll() is not None else child_of(command.pid, "flows.cli.server")
+                    server = None if command.poll() is not None else child_of(command.pid, "rheostat.flows.cli.server")
                     if server is not None:
                         server.kill()
                 ended = job.ended(command)

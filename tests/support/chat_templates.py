@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from models.data.problems import Message
-from models.text.calls import encode_call
-from models.text.tokenizer import train_tokenizer
-from models.text.turns import turn_format
+from rheostat.models.data.problems import Message
+from rheostat.models.text.calls import encode_call
+from rheostat.models.text.tokenizer import train_tokenizer
+from rheostat.models.text.turns import turn_format
 
 
 @dataclass(frozen=True)

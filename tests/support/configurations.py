@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.errors import BadInput
-from tasks.config.run import RunConfig, override_config
+from rheostat.infra.errors import BadInput
+from rheostat.tasks.config.run import RunConfig, override_config
 
 
 def refusal(*overrides: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from infra.processes.clock import process_tree
+from rheostat.infra.processes.clock import process_tree
 
 NAME = "cpu_seconds"
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from models.config.objectives import UpdateConfig
-from models.records.versions import Outcome
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.records.versions import Outcome
 from tests.support.training import publish_scratch
 from tests.support.update_workers import gradients, start_worker, update_work
 

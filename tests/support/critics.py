@@ -3,9 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-from models.config.algorithms import CriticConfig, Ppo
-from models.records.versions import ModelVersion
-from models.records.work import UpdateWork
+from rheostat.models.config.algorithms import CriticConfig, Ppo
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import UpdateWork
 from tests.support.update_workers import start_worker, update_work
 
 ALGORITHM = Ppo(critic=CriticConfig(learning_rate=1e-2))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from infra.environments.find import complete, default_directory
-from infra.environments.gpus import TORCH_VARIABLE
-from infra.environments.install import install
+from rheostat.infra.environments.find import complete, default_directory
+from rheostat.infra.environments.gpus import TORCH_VARIABLE
+from rheostat.infra.environments.install import install
 from tests.support.jobs import ROOT
 
 VARIABLE = "RHEOSTAT_REQUIRE_CUDA_BUILD"

@@ -5,9 +5,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from infra.demos import DEMOS
-from infra.plugins import add_target_folders, find_target, register_demo, register_target_folder
-from tasks.config.run import RunConfig, load_config
+from rheostat.infra.demos import DEMOS
+from rheostat.infra.plugins import add_target_folders, find_target, register_demo, register_target_folder
+from rheostat.tasks.config.run import RunConfig, load_config
 
 
 def demo_part(place: str) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from flows.cli.passwords import PROFILE
+from rheostat.flows.cli.passwords import PROFILE
 from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, list_running, process_tree, wait_for
 from tests.support.processes import die_with_parent
 

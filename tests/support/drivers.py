@@ -12,11 +12,11 @@ PROGRAM = """
 import asyncio, sys, threading
 from pathlib import PosixPath
 import psutil
-from infra.errors import ClusterFailed
-from infra.pools.cluster import RayCluster
-from infra.pools.embedded import Preload
-from infra.pools.launcher import SlotCount
-from infra.pools.worker import PoolSpec
+from rheostat.infra.errors import ClusterFailed
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.embedded import Preload
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.worker import PoolSpec
 {before}
 async def main():
     async with RayCluster.open({options}) as cluster:

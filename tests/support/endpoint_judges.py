@@ -2,15 +2,15 @@
 
 import pyarrow as pa
 
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, write_shard
-from models.config.engines import SamplingConfig
-from models.config.judges import EndpointJudge as EndpointConfig
-from models.config.verdicts import ScoreVerdict
-from models.judges.endpoint import ChatJudge
-from models.judges.verdicts import Question
-from models.records.schemas import ROLLOUT_SCHEMA
-from models.records.seeds import derive_seed
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.judges import EndpointJudge as EndpointConfig
+from rheostat.models.config.verdicts import ScoreVerdict
+from rheostat.models.judges.endpoint import ChatJudge
+from rheostat.models.judges.verdicts import Question
+from rheostat.models.records.schemas import ROLLOUT_SCHEMA
+from rheostat.models.records.seeds import derive_seed
 
 CANARY = "sk-canary-5f1b9c"
 

@@ -11,20 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from infra.errors import BadInput, Quarantined
-from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.lora import LoraConfig
-from models.engines.local.engine import HuggingFaceEngine
-from models.engines.protocol import Completion, Engine, Request
-from models.modeling.adapters import add_adapters, save_adapters
-from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.records.seeds import sample_seed
-from models.records.versions import ModelVersion
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.protocol import Completion, Engine, Request
+from rheostat.models.modeling.adapters import add_adapters, save_adapters
+from rheostat.models.modeling.merging import load_merged
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.seeds import sample_seed
+from rheostat.models.records.versions import ModelVersion
 from tests.support.inputs import request_completions, request_continuations
 from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer, write_policy
 

@@ -4,10 +4,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.environments.find import STAMP, Environment, Stamp, default_directory, pins_digest, python_in
-from infra.environments.gpus import Platform
-from infra.processes.episodes import EpisodeRequest
-from models.text.calls import Call, ParsedTurn
+from rheostat.infra.environments.find import STAMP, Environment, Stamp, default_directory, pins_digest, python_in
+from rheostat.infra.environments.gpus import Platform
+from rheostat.infra.processes.episodes import EpisodeRequest
+from rheostat.models.text.calls import Call, ParsedTurn
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0", "python": "3.11.7"}
 

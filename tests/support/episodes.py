@@ -8,17 +8,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.environments import EpisodeSettings, TargetEnvironment
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.policy import load_policy
-from models.records.model_input import rollout_inputs
-from models.records.versions import Outcome
-from models.records.work import RolloutWork
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.config.environments import EpisodeSettings, TargetEnvironment
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.model_input import rollout_inputs
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_workers import ENGINE, example
 

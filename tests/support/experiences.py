@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
-from models.records.columns import Floats
+from rheostat.models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
+from rheostat.models.records.columns import Floats
 
 NAN = float("nan")
 

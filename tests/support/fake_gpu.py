@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from infra.variants import implementation_of
-from models.config.objectives import UpdateConfig
-from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
-from models.modeling.logprobs import ForwardInput, TokenModule
-from models.objectives.loss_inputs import MetricSums
-from models.training import routers
-from models.training.ranks import Ranks
-from models.training.update_steps import ExtraLogprobs, StepBatches, take_steps, take_value_steps
+from rheostat.infra.variants import implementation_of
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
+from rheostat.models.modeling.logprobs import ForwardInput, TokenModule
+from rheostat.models.objectives.loss_inputs import MetricSums
+from rheostat.models.training import routers
+from rheostat.models.training.ranks import Ranks
+from rheostat.models.training.update_steps import ExtraLogprobs, StepBatches, take_steps, take_value_steps
 
 GPU = torch.device("cuda", 0)
 RANKS = Ranks(rank=0, world_size=1, device=GPU)

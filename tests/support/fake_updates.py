@@ -12,16 +12,16 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForSequenceClassification
 
-from models.config.objectives import KlPenalty, MaskedImportance, TruncatedImportance, UpdateConfig
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.steps import GenerationSetup, StepLogprobs
-from models.modeling import logprobs
-from models.modeling.critic import TokenValues
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_vision
-from models.vision import tower
-from models.vision.tower import ImageStates, VisionInputs
+from rheostat.models.config.objectives import KlPenalty, MaskedImportance, TruncatedImportance, UpdateConfig
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.modeling import logprobs
+from rheostat.models.modeling.critic import TokenValues
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.vision import tower
+from rheostat.models.vision.tower import ImageStates, VisionInputs
 from tests.support.fake_gpu import GPU, train, train_values
 from tests.support.families import FAMILIES, add_test_adapters, batch, build
 from tests.support.losses import LOSSES, NAMES

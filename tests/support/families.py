@@ -21,12 +21,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from infra.store.bundles import BundleRef
-from models.config.lora import LoraConfig
-from models.modeling.adapters import add_adapters
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import ForwardInput
-from models.records.model_input import ModelInput
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.modeling.adapters import add_adapters
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import ForwardInput
+from rheostat.models.records.model_input import ModelInput
 
 SHAPE = {
     "vocab_size": 300,

@@ -22,9 +22,9 @@ from typing import ClassVar
 
 import pytest
 
-import infra.store.local
-from infra.pools.worker import PoolSpec
-from infra.store.disk import open_temporary, publish_file
+import rheostat.infra.store.local
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.store.disk import open_temporary, publish_file
 from tests.support.jobs import GO_ON, KILL_DRIVER, KILL_SERVER, LOSE_MACHINE, PAUSE, RAISE, Fault, servers_of
 from tests.support.machines import lose_machine
 
@@ -63,7 +63,7 @@ class Planted:
         self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
         self._seen: Counter[int] = Counter()
         if self._faults or role == "driver":
-            infra.store.local.publish_file = self._publish
+            rheostat.infra.store.local.publish_file = self._publish
 
     def log(self, line: str) -> None:
         with (self._home / "log").open("a") as log:
@@ -198,19 +198,19 @@ def plant(spec: PoolSpec) -> PoolSpec:
 @contextmanager
 def planted(home: Path) -> Iterator[None]:
     """Make every pool that this process opens host its workers with the faults of a directory."""
-    from tasks.run import worker_pools
+    from rheostat.tasks.run import worker_pools
 
     make_spec = worker_pools._build_spec
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RHEOSTAT_FAULTS", str(home))
-        now = infra.store.local.publish_file
-        patch.setattr(infra.store.local, "publish_file", now)  # workers that are threads replace it here
+        now = rheostat.infra.store.local.publish_file
+        patch.setattr(rheostat.infra.store.local, "publish_file", now)  # workers that are threads replace it here
         patch.setattr(worker_pools, "_build_spec", lambda *args, **options: plant(make_spec(*args, **options)))
         yield
 
 
 if __name__ == "__main__":
-    from flows.cli.app import main
+    from rheostat.flows.cli.app import main
 
     # Not the one of `__main__`: workers import this module by its name.
     faults = importlib.import_module("tests.support.faults")

@@ -20,11 +20,11 @@ from unittest.mock import patch
 
 import certifi
 
-from flows.cli.app import main
-from flows.cli.train import run_flow
-from models.config.checks import CheckResult
-from tasks.config.run import RunConfig, override_config
-from tasks.run.preflight import unset_keys
+from rheostat.flows.cli.app import main
+from rheostat.flows.cli.train import run_flow
+from rheostat.models.config.checks import CheckResult
+from rheostat.tasks.config.run import RunConfig, override_config
+from rheostat.tasks.run.preflight import unset_keys
 from tests.support.jobs import PASSWORD, TINY, CommandResult, works_of
 
 
@@ -58,7 +58,7 @@ class InProcessJob:
         here = (f"store={self.address or self.store}", "pools.cluster=threads")
         config = override_config(tomllib.loads(TINY), [*overrides, *here], source="tiny")
         with self.prefect(), self._counted():
-            from flows.train import train
+            from rheostat.flows.train import train
 
             gc.freeze()  # trainers collect garbage: what is there already need not be looked through each time
             run_flow(train(config, accept_change=accept_change))
@@ -102,14 +102,14 @@ class InProcessJob:
 @contextmanager
 def check_in_process() -> Iterator[None]:
     """Make flows check their inputs in this process, because a process for each check takes seconds to import torch."""
-    import tasks.preparation
-    from models.commands.preflight import Inputs, check, check_scoring
+    import rheostat.tasks.preparation
+    from rheostat.models.commands.preflight import Inputs, check, check_scoring
 
     async def preflight(config: RunConfig, *, part: str = "run") -> CheckResult:
         inputs = Inputs.model_validate({**config.model_dump(mode="json"), "giving_way": unset_keys(config)})
         return check_scoring(inputs) if part == "scoring" else check(inputs)
 
-    with patch.object(tasks.preparation, "preflight", preflight):
+    with patch.object(rheostat.tasks.preparation, "preflight", preflight):
         yield
 
 

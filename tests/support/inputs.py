@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models.engines.protocol import Request
-from models.records.model_input import ModelInput
+from rheostat.models.engines.protocol import Request
+from rheostat.models.records.model_input import ModelInput
 
 
 def request_completions(row: int, prompt: Sequence[int], seeds: Sequence[int], *, budget: int | None = None) -> Request:

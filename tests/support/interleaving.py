@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import TypeVar
 
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.local.engine import HuggingFaceEngine
-from models.engines.protocol import Completion, Generate, Request
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.protocol import Completion, Generate, Request
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from infra.demos import DEMOS, demo_names
-from infra.plugins import register_target_folder
+from rheostat.infra.demos import DEMOS, demo_names
+from rheostat.infra.plugins import register_target_folder
 from tests.support.processes import die_with_parent
 
 for demonstration in demo_names():
@@ -422,7 +422,7 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
     with socket.create_server(("127.0.0.1", port)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "rheostat.flows.cli.server", str(listener.fileno()), str(os.getpid())],
             pass_fds=[listener.fileno()],
             cwd=ROOT,
             env=environment,

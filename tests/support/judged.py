@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import open_store
-from models.config.judges import DirectoryJudge, JudgeReward
-from models.config.verdicts import VerdictConfig
-from models.judges.prompts import build_question_text
-from models.judges.verdicts import Answer, Judgement, read_verdict
-from models.records.schemas import ROLLOUT_SCHEMA
-from models.vision.color_conversion import decode_rgb
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.judges import DirectoryJudge, JudgeReward
+from rheostat.models.config.verdicts import VerdictConfig
+from rheostat.models.judges.prompts import build_question_text
+from rheostat.models.judges.verdicts import Answer, Judgement, read_verdict
+from rheostat.models.records.schemas import ROLLOUT_SCHEMA
+from rheostat.models.vision.color_conversion import decode_rgb
 from tests.support.chat_server import ChatRequest, Reply, reply_with
 
 JUDGE = (

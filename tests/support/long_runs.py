@@ -8,18 +8,18 @@ from random import Random
 import pyarrow as pa
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from infra.costs import Cost
-from infra.store.bundles import publish_bundle
-from infra.store.manifests import Manifest, Provenance
-from infra.store.runs import Run, create_run
-from infra.store.shards import ShardRef, write_shard
-from models.config.engines import SamplingConfig
-from models.data.images import digest_of, media_tables
-from models.records.media import MEDIA
-from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
-from tasks.config.run import override_config
-from tasks.run.batch import BatchPlan
-from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
+from rheostat.infra.costs import Cost
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.manifests import Manifest, Provenance
+from rheostat.infra.store.runs import Run, create_run
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.data.images import digest_of, media_tables
+from rheostat.models.records.media import MEDIA
+from rheostat.models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
+from rheostat.tasks.config.run import override_config
+from rheostat.tasks.run.batch import BatchPlan
+from rheostat.tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
 
 PROBLEMS = 64
 TABLES = 32

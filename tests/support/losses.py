@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip, UpdateConfig
-from models.objectives.loss_inputs import LossInputs, MetricSums
-from models.objectives.losses import tally_mismatch, update_loss
+from rheostat.models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip, UpdateConfig
+from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
+from rheostat.models.objectives.losses import tally_mismatch, update_loss
 
 LOSSES: tuple[LossConfig, ...] = (
     PpoClip(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from infra.pools.embedded import START_ENVIRONMENT
+from rheostat.infra.pools.embedded import START_ENVIRONMENT
 
 
 @dataclass(frozen=True)

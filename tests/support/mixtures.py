@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.store.bundles import publish_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.records.model_input import expert_lists
-from models.records.schemas import EXPERTS, SAMPLE_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import UpdateWork
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.records.model_input import expert_lists
+from rheostat.models.records.schemas import EXPERTS, SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import UpdateWork
 from tests.support.policies import write_policy
 from tests.support.update_workers import update_work
 

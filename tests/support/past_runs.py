@@ -76,7 +76,7 @@ def train_at(commit: str) -> Path:
         command = [
             sys.executable,
             "-m",
-            "flows.cli.app",
+            "rheostat.flows.cli.app",
             "train",
             str(home / "job.toml"),
             "--store",

@@ -19,20 +19,20 @@ from transformers import (
     T5EncoderModel,
 )
 
-from infra.store.bundles import BundleRef
-from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, DenoisingConfig, SdeSampler
-from models.config.engines import DiffusersEngine
-from models.denoising.pipeline import read_pipeline
-from models.denoising.policy import byte_tokenizer
-from models.denoising.scratch import word_tokenizer
-from models.engines.image_generation import DiffusersImageEngine
-from models.engines.protocol import Completion, Request
-from models.records.media import Gallery
-from models.records.model_input import ModelInput
-from models.records.pictures import Picture
-from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer
-from models.vision.color_conversion import decode_rgb
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.denoising import CpsSampler, DanceSampler, DdimSampler, DenoisingConfig, SdeSampler
+from rheostat.models.config.engines import DiffusersEngine
+from rheostat.models.denoising.pipeline import read_pipeline
+from rheostat.models.denoising.policy import byte_tokenizer
+from rheostat.models.denoising.scratch import word_tokenizer
+from rheostat.models.engines.image_generation import DiffusersImageEngine
+from rheostat.models.engines.protocol import Completion, Request
+from rheostat.models.records.media import Gallery
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.pictures import Picture
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.vision.color_conversion import decode_rgb
 
 PROMPTS = ("red square left", "a blue disc above two green squares", "green disc")
 """Prompts of different lengths."""

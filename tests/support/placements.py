@@ -4,7 +4,17 @@ import heapq
 
 import numpy as np
 
-from placement.records import Demand, DrainInputs, InFlight, Memory, Pace, Plan, PlanInputs, ResizeCost, RoleProgress
+from rheostat.placement.records import (
+    Demand,
+    DrainInputs,
+    InFlight,
+    Memory,
+    Pace,
+    Plan,
+    PlanInputs,
+    ResizeCost,
+    RoleProgress,
+)
 
 
 def lognormal(median, sigma, *, size=256, seed=0):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from models.config.retriever import PairFile, RetrieverConfig
-from models.denoising.samplers import NoiseSchedule, ddim_schedule
-from models.retrieval.pairs import PairSet, load_pairs
+from rheostat.models.config.retriever import PairFile, RetrieverConfig
+from rheostat.models.denoising.samplers import NoiseSchedule, ddim_schedule
+from rheostat.models.retrieval.pairs import PairSet, load_pairs
 
 
 def load_retriever_pairs(**columns: str) -> PairSet:

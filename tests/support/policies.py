@@ -18,17 +18,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from infra.store.bundles import BundleRef
-from models.config.data import ArithmeticData
-from models.config.lora import LoraConfig
-from models.config.policy import DirectoryPolicy, ScratchPolicy
-from models.data.problems import load_problems
-from models.modeling.adapters import add_adapters, save_adapters
-from models.modeling.policy import build_scratch, load_policy, save_policy
-from models.records.versions import Outcome
-from models.records.work import PolicyWork
-from models.text.tokenizer import scratch_tokenizer, train_tokenizer
-from models.workers.preparation import PreparationWorker
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.policy import DirectoryPolicy, ScratchPolicy
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.adapters import add_adapters, save_adapters
+from rheostat.models.modeling.policy import build_scratch, load_policy, save_policy
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import PolicyWork
+from rheostat.models.text.tokenizer import scratch_tokenizer, train_tokenizer
+from rheostat.models.workers.preparation import PreparationWorker
 from tests.support.chat_templates import tokenizer_of
 
 CONTEXT, VOCABULARY, WIDTH = 256, 354, 64

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from models.commands.preflight import Inputs, check
-from tasks.config.run import load_config
+from rheostat.models.commands.preflight import Inputs, check
+from rheostat.tasks.config.run import load_config
 
 
 def read_inputs(*overrides: str) -> Inputs:

@@ -47,7 +47,7 @@ class EndingContext(multiprocessing.context.ForkServerContext):
 
 
 CONTEXT = EndingContext()
-PRELOADED = ["infra.store.verify", "pytest"]
+PRELOADED = ["rheostat.infra.store.verify", "pytest"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
 
 
 def rollouts(job):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from models.modeling.logprobs import TokenModule
+from rheostat.models.modeling.logprobs import TokenModule
 
 
 def compute_gradients(module: TokenModule, read: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:

@@ -24,9 +24,9 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from flows.cli.app import main
-from models.commands.preflight import Inputs, check
-from tasks.config.run import override_config
+from rheostat.flows.cli.app import main
+from rheostat.models.commands.preflight import Inputs, check
+from rheostat.tasks.config.run import override_config
 
 TABLES = Path(__file__).parents[1] / "unit/refusals"
 
@@ -76,7 +76,7 @@ class Case(_Record):
     """Keyword arguments of the call."""
     marks: tuple[Literal["system", "smoke"], ...] = ()
     """Markers of the test of this case, in addition to the default ones."""
-    error: str = "infra.errors:BadInput"
+    error: str = "rheostat.infra.errors:BadInput"
     """Class of the exception, `module:class` or the name of a built-in class; a subclass is not accepted."""
 
 

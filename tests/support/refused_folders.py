@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
-from infra.store.runs import create_run
-from models.modeling.critic import build_meta_critic, critic_from_policy
-from models.modeling.directory import check_directory
-from models.modeling.policy import build_scratch, save_policy
+from rheostat.infra.store.runs import create_run
+from rheostat.models.modeling.critic import build_meta_critic, critic_from_policy
+from rheostat.models.modeling.directory import check_directory
+from rheostat.models.modeling.policy import build_scratch, save_policy
 from tests.support.environments import leave_vllm
 from tests.support.model_families import write_family
 from tests.support.pictures import animation, picture

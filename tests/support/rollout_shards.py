@@ -2,9 +2,9 @@
 
 import pyarrow as pa
 
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, write_shard
-from models.records.schemas import ROLLOUT_SCHEMA
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.models.records.schemas import ROLLOUT_SCHEMA
 
 
 def rollout(prompt_row: int, sample: int, completion: str, **columns: object) -> dict[str, object]:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.store.bundles import publish_bundle
-from infra.store.contracts import Store
-from infra.store.shards import write_shard
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import RolloutWork
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import write_shard
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.policies import small_tokenizer, write_policy
 
 ENGINE = TransformersEngine()

@@ -25,11 +25,11 @@ import obstore
 import pytest
 from obstore.store import S3Store as Client
 
-from infra.store.azure import open_azure
-from infra.store.contracts import Store
-from infra.store.object_service import TIMEOUTS, Timeouts
-from infra.store.s3 import open_s3
-from infra.store.storage import is_bucket_address, open_store
+from rheostat.infra.store.azure import open_azure
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.object_service import TIMEOUTS, Timeouts
+from rheostat.infra.store.s3 import open_s3
+from rheostat.infra.store.storage import is_bucket_address, open_store
 from tests.support.azurite import ACCOUNT, CONTAINER, KEY, azurite, missing_azurite
 from tests.support.loopback import START_SECONDS, await_server, free_port, running
 

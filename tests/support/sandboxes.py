@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from infra.errors import BadInput
-from infra.processes.sandbox import check_sandbox
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.sandbox import check_sandbox
 
 
 def missing_sandbox() -> str:

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from infra.store.bundles import publish_bundle
-from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import open_store
-from models.data.images import digest_of
-from models.records.media import MEDIA
-from models.records.model_input import ModelInput
-from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA, SAMPLE_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import UpdateWork
-from models.vision.color_conversion import decode_rgb
-from models.vision.families import ImageSize
-from models.vision.processor import load_processor
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.data.images import digest_of
+from rheostat.models.records.media import MEDIA
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA, SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.vision.color_conversion import decode_rgb
+from rheostat.models.vision.families import ImageSize
+from rheostat.models.vision.processor import load_processor
 from tests.support.vision import picture, write_seeing
 
 PICTURES = {digest_of(encoded): encoded for encoded in map(picture, range(4))}

@@ -12,8 +12,8 @@ from threading import Thread
 import httpx
 import psutil
 
-from infra.processes import guard
-from infra.processes.server import Launch
+from rheostat.infra.processes import guard
+from rheostat.infra.processes.server import Launch
 from tests.support.jobs import PATIENCE
 
 SERVE = """

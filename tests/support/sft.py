@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.training.supervised import imitation_loss
+from rheostat.models.training.supervised import imitation_loss
 
 
 def train_with_trl(model, processing, rows, out, **settings):

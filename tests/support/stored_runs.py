@@ -4,8 +4,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from infra.store.runs import Run, open_run
-from infra.store.shards import read_shard
+from rheostat.infra.store.runs import Run, open_run
+from rheostat.infra.store.shards import read_shard
 from tests.support.in_process import InProcessJob
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.store.bundles import BundleRef, publish_bundle
-from infra.store.contracts import Entry
-from infra.store.local import LocalStore
-from infra.store.runs import Run
-from infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.bundles import BundleRef, publish_bundle
+from rheostat.infra.store.contracts import Entry
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import ShardRef, write_shard
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.config.teachers import TeacherEndpoint
-from models.modeling.policy import load_policy
-from models.records.model_input import ModelInput
-from models.text.tokenizer import load_tokenizer
+from rheostat.models.config.teachers import TeacherEndpoint
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.tokenizer import load_tokenizer
 from tests.support.chat_server import ChatRequest, ChatServer, Reply, chat_server
 
 Alter = Callable[[dict], None]

@@ -9,8 +9,8 @@ from typing import ClassVar
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from infra.trackers.config import Tracker
-from infra.trackers.records import Point, Product, Subject, TextTable
+from rheostat.infra.trackers.config import Tracker
+from rheostat.infra.trackers.records import Point, Product, Subject, TextTable
 
 
 class FileTracker(Tracker):

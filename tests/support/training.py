@@ -5,16 +5,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infra.store.bundles import publish_bundle
-from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import open_store
-from models.config.data import ArithmeticData
-from models.config.policy import ScratchPolicy
-from models.data.problems import load_problems
-from models.modeling.policy import build_scratch, save_policy
-from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion
-from models.text.tokenizer import scratch_tokenizer
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.records.schemas import SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import scratch_tokenizer
 
 TINY = ScratchPolicy(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)

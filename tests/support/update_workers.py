@@ -14,26 +14,28 @@ from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from infra.store import bundles
-from infra.store.bundles import fetch_bundle, has_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import AlgorithmConfig, Grpo
-from models.config.denoising import DenoisingConfig
-from models.config.divergence import KlPenalty
-from models.config.lora import LoraConfig
-from models.config.objectives import UpdateConfig
-from models.modeling import head
-from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import EstimateWork, PreferenceWork, RewardModelWork, UpdateWork
-from models.workers.update import UpdateWorker
+from rheostat.infra.store import bundles
+from rheostat.infra.store.bundles import fetch_bundle, has_bundle
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import AlgorithmConfig, Grpo
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling import head
+from rheostat.models.records.schemas import SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import EstimateWork, PreferenceWork, RewardModelWork, UpdateWork
+from rheostat.models.workers.update import UpdateWorker
 from tests.support.jobs import wait_for
 from tests.support.processes import preload
 from tests.support.servers import reserved_port
 from tests.support.training import write_samples
 
-preload("models.workers.update", "tests.support.training")  # not DeepSpeed: it chooses its accelerator when imported
+preload(
+    "rheostat.models.workers.update", "tests.support.training"
+)  # not DeepSpeed: it chooses its accelerator when imported
 
 CONFIG = UpdateConfig(learning_rate=1e-3, minibatches=2, microbatch_tokens=120, kl=KlPenalty(coefficient=0.1))
 """Two clipped optimizer steps per update, each of several micro-batches."""

@@ -1,9 +1,9 @@
 """Policy versions whose bundles have no files, for tests of retention."""
 
-from infra.store.bundles import BundleRef
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from tasks.run.keys import StageKey
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.tasks.run.keys import StageKey
 
 
 def empty_bundle(number: int) -> BundleRef:

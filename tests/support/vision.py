@@ -21,8 +21,8 @@ from transformers import (
     SmolVLMImageProcessorPil,
 )
 
-from models.modeling.policy import lock_model_construction
-from models.text.tokenizer import train_tokenizer
+from rheostat.models.modeling.policy import lock_model_construction
+from rheostat.models.text.tokenizer import train_tokenizer
 
 SPECIALS: Final = (
     "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|vision_start|>",

@@ -48,7 +48,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from tasks.verification.invariants import verify_run
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support import checker, jobs
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, shards_of

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infra.errors import Damaged
-from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import open_store
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.infra.store.storage import open_store
 from tests.support.jobs import wait_for
 
 

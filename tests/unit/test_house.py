@@ -13,19 +13,19 @@ from pathlib import Path
 import grimp
 import pytest
 
-from infra.trackers.config import Tracker
-from infra.variants import Variant
-from models.config.algorithms import Algorithm
-from models.config.data import DataSource
-from models.config.denoising import Sampler
-from models.config.engines import EngineSettings
-from models.config.judges import ServedModel
-from models.config.objectives import Correction, PolicyLoss
-from models.config.policy import PolicySource
-from models.config.preferences import Preferences
-from models.config.reward_terms import RewardTerm
-from models.config.teachers import Teacher
-from tasks.config.reference import reference
+from rheostat.infra.trackers.config import Tracker
+from rheostat.infra.variants import Variant
+from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.data import DataSource
+from rheostat.models.config.denoising import Sampler
+from rheostat.models.config.engines import EngineSettings
+from rheostat.models.config.judges import ServedModel
+from rheostat.models.config.objectives import Correction, PolicyLoss
+from rheostat.models.config.policy import PolicySource
+from rheostat.models.config.preferences import Preferences
+from rheostat.models.config.reward_terms import RewardTerm
+from rheostat.models.config.teachers import Teacher
+from rheostat.tasks.config.reference import reference
 
 HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
@@ -183,14 +183,17 @@ def test_no_file_has_grown_past_400_lines():
     assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 400] == []
 
 
-@pytest.mark.parametrize("module", ["flows.cli.app", "tasks.config.run", "tasks.views.runs", "flows.cli.train"])
+@pytest.mark.parametrize(
+    "module",
+    ["rheostat.flows.cli.app", "rheostat.tasks.config.run", "rheostat.tasks.views.runs", "rheostat.flows.cli.train"],
+)
 def test_starting_the_command_line_imports_neither_prefect_nor_torch(module):
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('prefect', 'torch', 'ray')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME, check=False).returncode == 0
 
 
 def test_flows_and_tasks_load_without_torch():
-    code = "import sys, flows.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, rheostat.flows.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME, check=False).returncode == 0
 
 

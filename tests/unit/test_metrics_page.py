@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from models.credit.assign import ENDINGS
+from rheostat.models.credit.assign import ENDINGS
 from tests.support.pages import documented_metrics, is_documented
 
 HOME = Path(__file__).parents[2]

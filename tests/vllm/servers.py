@@ -16,11 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
-from infra.environments.find import find_python
-from infra.processes.server import LOOPBACK, Launch, free_ports, start
-from models.config.engines import VllmEngine
-from models.engines.vllm.engine import ServedEngine
-from models.engines.vllm.server import PLUGIN, Address, command, environment, lora_rank, platform_of
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.processes.server import LOOPBACK, Launch, free_ports, start
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.vllm.engine import ServedEngine
+from rheostat.models.engines.vllm.server import PLUGIN, Address, command, environment, lora_rank, platform_of
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 """Python of vLLM's environment; None for the one that Rheostat finds."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.processes.server import free_ports
-from infra.store.bundles import publish_bundle
-from infra.store.registry import POLICIES, RegistryRecord, open_registry
+from rheostat.infra.processes.server import free_ports
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.registry import POLICIES, RegistryRecord, open_registry
 from tests.support.jobs import RHEOSTAT, wait_for
 from tests.support.policies import write_policy
 

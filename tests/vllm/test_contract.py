@@ -7,10 +7,10 @@ import torch
 
 from bench.drawn import DrawnLengths, DrawnVllm
 from bench.drawn_engine import DrawnEngine, drawn_length
-from infra.errors import WorkerLost
-from models.config.engines import SamplingConfig
-from models.engines.vllm.engine import ServedEngine
-from models.records.schemas import FinishReason
+from rheostat.infra.errors import WorkerLost
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.vllm.engine import ServedEngine
+from rheostat.models.records.schemas import FinishReason
 from tests.support.engines import *  # noqa: F403  # pytest collects the claims about every engine here
 from tests.support.engines import (
     MIXED,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from models.config.engines import VllmEngine
-from models.engines.vllm.completions import SEED_LIMIT
-from models.engines.vllm.server import Address, command, environment, lora_rank, platform_of
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.vllm.completions import SEED_LIMIT
+from rheostat.models.engines.vllm.server import Address, command, environment, lora_rank, platform_of
 from tests.support.cuda_build import compile_driver, require_cuda_build, run_json
 from tests.support.policies import write_policy
 from tests.vllm.servers import PLAIN, build_request

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.engines import SHAPE
 from tests.support.episodes import STOPS, forward_logprobs, target_environment
 from tests.support.rollout_workers import example

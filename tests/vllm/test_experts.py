@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
-from models.config.engines import SamplingConfig
-from models.engines.vllm.engine import ServedEngine
-from models.modeling.experts import record_chosen_experts
-from models.records.schemas import EXPERTS, FinishReason
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.vllm.engine import ServedEngine
+from rheostat.models.modeling.experts import record_chosen_experts
+from rheostat.models.records.schemas import EXPERTS, FinishReason
 from tests.support.engines import (
     MIXED,
     SAMPLING,

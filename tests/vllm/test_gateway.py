@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from models.records.model_input import ModelInput
+from rheostat.models.records.model_input import ModelInput
 from tests.support.engines import EOS, TOLERANCE, Published, plain_logprobs, publish, publish_adapter, publish_changed
 from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer
 from tests.vllm.servers import PLAIN, GenerateAnswer, build_request, collect, meddling_server

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from infra.environments.find import find_environment
-from models.config.context import longrope_scales
+from rheostat.infra.environments.find import find_environment
+from rheostat.models.config.context import longrope_scales
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -12,12 +12,12 @@ import httpx
 import psutil
 import pytest
 
-import models.engines.vllm
-from infra.environments.find import find_python
-from infra.errors import WorkerFailed
-from infra.store.bundles import CONTENTS, describe_bundle
-from models.config.engines import VllmEngine
-from models.engines.vllm.server import Address, command, start_server
+import rheostat.models.engines.vllm
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.errors import WorkerFailed
+from rheostat.infra.store.bundles import CONTENTS, describe_bundle
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.vllm.server import Address, command, start_server
 from tests.support.jobs import is_alive, wait_for
 from tests.support.policies import CONTEXT, write_policy
 
@@ -148,7 +148,7 @@ def _words(process):
 def test_no_process_survives_the_sigkill_of_a_server_that_serves_a_model_of_the_hub_in_the_foreground(directory, hub):
     hub.add("team/tiny", directory)
     words = ["engine", "serve", "vllm", "team/tiny", "cache_gib=0.1", "max_batch_rows=8"]
-    program = f"import sys; from flows.cli.app import main; sys.exit(main({words!r}))"
+    program = f"import sys; from rheostat.flows.cli.app import main; sys.exit(main({words!r}))"
     serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         lines = [serving.stdout.readline() for _ in range(3)]
@@ -252,7 +252,7 @@ def test_a_sleeping_server_reads_its_base_weights_again_only_if_it_serves_no_ada
     for bundle in (directory, adapter):
         (bundle / CONTENTS).unlink(missing_ok=True)
         (bundle / CONTENTS).write_bytes(describe_bundle(bundle).encode())
-    paths = (Path(models.engines.vllm.__file__).parent / "plugin", directory, adapter)
+    paths = (Path(rheostat.models.engines.vllm.__file__).parent / "plugin", directory, adapter)
     words = [find_python("vllm", None), "-c", SLEEP, *map(str, paths)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.local.engine import HuggingFaceEngine
-from models.engines.protocol import Completion, Request
-from models.engines.vllm.engine import ServedEngine
-from models.engines.vllm.images import VisionInputEncoder
-from models.records.media import Media
-from models.records.model_input import ModelInput
-from models.vision.processor import load_processor
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.protocol import Completion, Request
+from rheostat.models.engines.vllm.engine import ServedEngine
+from rheostat.models.engines.vllm.images import VisionInputEncoder
+from rheostat.models.records.media import Media
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.vision.processor import load_processor
 from tests.support.engines import (
     RANK,
     TOLERANCE,

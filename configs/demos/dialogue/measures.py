@@ -11,9 +11,9 @@ A guess is almost never right. An answer after the right question can always be 
 from random import Random
 from typing import Final
 
-from models.config.data import GeneratedData
-from models.data.generated import sample_problems
-from models.data.problems import Problem
+from rheostat.models.config.data import GeneratedData
+from rheostat.models.data.generated import sample_problems
+from rheostat.models.data.problems import Problem
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")

@@ -12,10 +12,10 @@ from motifs import COLOURS, GROUND, MOTIFS, PLACES, SIDE, WORDINGS, Motif
 from numpy.typing import NDArray
 from PIL import Image
 
-from infra.config import Fraction
-from infra.renamed import RenamedFrom
-from models.config.data import DataSource
-from models.data.problems import Problem
+from rheostat.infra.config import Fraction
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.models.config.data import DataSource
+from rheostat.models.data.problems import Problem
 
 SHADE: Final = 25
 """Maximum random change of a color channel, on a scale of 0 to 255."""

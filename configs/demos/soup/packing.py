@@ -8,9 +8,9 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from models.config.data import GeneratedData
-from models.data.generated import sample_problems
-from models.data.problems import Problem
+from rheostat.models.config.data import GeneratedData
+from rheostat.models.data.generated import sample_problems
+from rheostat.models.data.problems import Problem
 
 NAMES: Final = (
     *("Ada", "Ben", "Cleo", "Dan", "Eva", "Fay", "Gus", "Ida"),

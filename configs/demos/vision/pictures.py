@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from models.config.data import GeneratedData
-from models.data.generated import sample_problems
-from models.data.problems import Problem
+from rheostat.models.config.data import GeneratedData
+from rheostat.models.data.generated import sample_problems
+from rheostat.models.data.problems import Problem
 
 CELLS: Final = 3
 CELL: Final = 8

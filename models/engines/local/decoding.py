@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
-from infra.errors import Quarantined
-from models.config.engines import SamplingConfig
-from models.engines.local.kv_cache import ROOM, is_in_place, join_in_place, trim_in_place, use_in_place_layers
-from models.engines.local.recorded_experts import ExpertRecorder
-from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
-from models.engines.sampling import sample_tokens, sample_uniforms
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.vision.tower import VisionInputs, encode_images, mask_tokens, prepare_rows
+from rheostat.infra.errors import Quarantined
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.local.kv_cache import ROOM, is_in_place, join_in_place, trim_in_place, use_in_place_layers
+from rheostat.models.engines.local.recorded_experts import ExpertRecorder
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
+from rheostat.models.engines.sampling import sample_tokens, sample_uniforms
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.vision.tower import VisionInputs, encode_images, mask_tokens, prepare_rows
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
 

@@ -9,19 +9,25 @@ from pathlib import Path
 
 import torch
 
-from models.config.context import usable_context
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.device import choose_device
-from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
-from models.engines.local.recorded_experts import record_experts
-from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room, suppressed_tokens
-from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy, load_vision
-from models.records.media import ImageSource
-from models.records.model_input import ModelInput
-from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer
+from rheostat.models.config.context import usable_context
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.device import choose_device
+from rheostat.models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from rheostat.models.engines.local.recorded_experts import record_experts
+from rheostat.models.engines.protocol import Completion, Request, StepSums
+from rheostat.models.engines.requests import (
+    build_rows,
+    end_tokens,
+    require_context,
+    require_engine_room,
+    suppressed_tokens,
+)
+from rheostat.models.modeling.merging import load_merged
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.records.media import ImageSource
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer
 
 
 class HuggingFaceEngine:

@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infra.errors import BadInput
-from models.engines.requests import CompletionRow
-from models.modeling.experts import ChosenExperts, record_chosen_experts, routers
-from models.records.model_input import Experts
+from rheostat.infra.errors import BadInput
+from rheostat.models.engines.requests import CompletionRow
+from rheostat.models.modeling.experts import ChosenExperts, record_chosen_experts, routers
+from rheostat.models.records.model_input import Experts
 
 
 class ExpertRecorder:

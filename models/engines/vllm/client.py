@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-from infra.errors import BadInput, EndpointDown, Quarantined, RheostatError, WorkerFailed
-from infra.untrusted_text import redact
-from models.config.engines import SamplingConfig
-from models.records.model_input import ModelInput
+from rheostat.infra.errors import BadInput, EndpointDown, Quarantined, RheostatError, WorkerFailed
+from rheostat.infra.untrusted_text import redact
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.records.model_input import ModelInput
 
 
 class InputEncoder(Protocol):

@@ -7,14 +7,14 @@ from typing import Final
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config.engines import SamplingConfig
-from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
-from models.engines.vllm.client import Chunk, CompletionRequest, RoutedRows
-from models.records.model_input import Experts
-from models.records.schemas import FinishReason
-from models.records.seeds import derive_seed
+from rheostat.infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
+from rheostat.models.engines.vllm.client import Chunk, CompletionRequest, RoutedRows
+from rheostat.models.records.model_input import Experts
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.seeds import derive_seed
 
 SEED_LIMIT: Final = 2**63
 """Exclusive upper limit of the seeds sent to a vLLM server. On GPUs vLLM stores seeds as signed 64-bit integers."""

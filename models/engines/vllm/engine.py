@@ -11,12 +11,12 @@ from typing import Final, TypeVar, cast
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from infra.counts import format_count
-from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config.context import longrope_context
-from models.config.engines import SamplingConfig, VllmEngine
-from models.engines.protocol import Completion, Generate, Request, StepSums
-from models.engines.requests import (
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
+from rheostat.models.config.context import longrope_context
+from rheostat.models.config.engines import SamplingConfig, VllmEngine
+from rheostat.models.engines.protocol import Completion, Generate, Request, StepSums
+from rheostat.models.engines.requests import (
     CompletionRow,
     build_rows,
     context_of,
@@ -27,15 +27,22 @@ from models.engines.requests import (
     suppressed_tokens,
     text_settings,
 )
-from models.engines.vllm.client import CompletionRequest, RequestDone, ServerClient, ServerInfo, StaleWeights, Stops
-from models.engines.vllm.completions import PendingRequest, build_completions, build_drafts
-from models.engines.vllm.images import VisionInputEncoder
-from models.engines.vllm.servers import call_servers, find_servers, require_fit
-from models.records.media import ImageFiles, ImageSource
-from models.records.model_input import ModelInput
-from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer
-from models.vision.processor import load_processor
+from rheostat.models.engines.vllm.client import (
+    CompletionRequest,
+    RequestDone,
+    ServerClient,
+    ServerInfo,
+    StaleWeights,
+    Stops,
+)
+from rheostat.models.engines.vllm.completions import PendingRequest, build_completions, build_drafts
+from rheostat.models.engines.vllm.images import VisionInputEncoder
+from rheostat.models.engines.vllm.servers import call_servers, find_servers, require_fit
+from rheostat.models.records.media import ImageFiles, ImageSource
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.vision.processor import load_processor
 
 T = TypeVar("T")
 

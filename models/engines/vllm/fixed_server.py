@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
-from infra.errors import EndpointDown, WorkerFailed
-from models.config.engines import VllmEngine
-from models.engines.vllm.client import ServerClient
-from models.engines.vllm.server import Address, Server, start_server
+from rheostat.infra.errors import EndpointDown, WorkerFailed
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.vllm.client import ServerClient
+from rheostat.models.engines.vllm.server import Address, Server, start_server
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 from pydantic import JsonValue
 
-from infra.errors import BadInput
-from models.records.media import ImageFiles
-from models.records.model_input import ModelInput
-from models.vision.families import ImageSize
-from models.vision.processor import VisionProcessor
+from rheostat.infra.errors import BadInput
+from rheostat.models.records.media import ImageFiles
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.vision.families import ImageSize
+from rheostat.models.vision.processor import VisionProcessor
 
 
 class VisionInputEncoder:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from infra.environments.find import find_python
-from infra.environments.gpus import Platform
-from infra.errors import BadInput
-from infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
-from models.config.context import usable_context
-from models.config.engines import VllmEngine
-from models.config.vllm_limits import CPU_CACHE_GIB, LORA_RANKS
-from models.engines.vllm.client import ServerClient
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.environments.gpus import Platform
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
+from rheostat.models.config.context import usable_context
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.config.vllm_limits import CPU_CACHE_GIB, LORA_RANKS
+from rheostat.models.engines.vllm.client import ServerClient
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Final, Protocol, TypeVar
 from blake3 import blake3
 from transformers import AutoConfig
 
-from infra.errors import BadInput, EndpointDown
-from models.config.engines import VllmEngine
-from models.engines.vllm.client import ServerClient, ServerInfo, StaleWeights
-from models.engines.vllm.server import Server, start_server
-from models.vision.processor import SETTINGS
+from rheostat.infra.errors import BadInput, EndpointDown
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.vllm.client import ServerClient, ServerInfo, StaleWeights
+from rheostat.models.engines.vllm.server import Server, start_server
+from rheostat.models.vision.processor import SETTINGS
 
 R = TypeVar("R")
 T = TypeVar("T")

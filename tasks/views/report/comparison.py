@@ -9,20 +9,29 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.config import Settings, read_recorded
-from infra.errors import BadInput, Quarantined
-from infra.renamed import with_present_names
-from infra.store.runs import Run
-from models.config.rewards import ScoringConfig
-from models.gate.comparison import PairedDifference
-from tasks.config.run import RunConfig
-from tasks.views.metrics import Accuracy, sealed_iterations
-from tasks.views.report.curves import COLORS
-from tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan, Columns, columns_of
-from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page, paragraph, rows_table
-from tasks.views.report.samples import BrowsedGroup, browsed_groups
-from tasks.views.report.sections import difference_line, paired_difference
-from tasks.views.runs import RunDescription, describe_open_run, detect_deletion, open_known_run
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.infra.renamed import with_present_names
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.gate.comparison import PairedDifference
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.views.metrics import Accuracy, sealed_iterations
+from rheostat.tasks.views.report.curves import COLORS
+from rheostat.tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan, Columns, columns_of
+from rheostat.tasks.views.report.page import (
+    Browsed,
+    PageSection,
+    browser,
+    drawn_charts,
+    figures,
+    page,
+    paragraph,
+    rows_table,
+)
+from rheostat.tasks.views.report.samples import BrowsedGroup, browsed_groups
+from rheostat.tasks.views.report.sections import difference_line, paired_difference
+from rheostat.tasks.views.runs import RunDescription, describe_open_run, detect_deletion, open_known_run
 
 MOST: Final = len(COLORS)
 """Maximum number of runs in a comparison, because a chart has only this number of distinguishable lines."""

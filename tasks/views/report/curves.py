@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
-from infra.config import Settings
+from rheostat.infra.config import Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ COLORS: Final = tuple(f"#fe00{place:02x}" for place in range(6))
 """Placeholder colors of series, which no other part of a chart uses. The page replaces each placeholder with a color of
 its style sheet."""
 INK: Final = "#fe00ff"
-STYLE: Final = str(files("tasks.views.report") / "curves.mplstyle")
+STYLE: Final = str(files("rheostat.tasks.views.report") / "curves.mplstyle")
 
 _NUMBERED: Final = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
 """Group ids that matplotlib repeats in every picture. They are removed because a page has several pictures."""

@@ -5,11 +5,11 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.config import Settings
-from infra.store.manifests import Manifest
-from tasks.run.keys import StageKey
-from tasks.views.metrics import Accuracy, IterationReport
-from tasks.views.report.curves import Chart, Series
+from rheostat.infra.config import Settings
+from rheostat.infra.store.manifests import Manifest
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.views.metrics import Accuracy, IterationReport
+from rheostat.tasks.views.report.curves import Chart, Series
 
 HELDOUT: Final = "held-out accuracy"
 LOW, HIGH = f"{HELDOUT}, low", f"{HELDOUT}, high"

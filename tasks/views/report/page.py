@@ -14,13 +14,13 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from infra.config import Settings
-from tasks.config.documents import toml_key, toml_value
-from tasks.views.report.curves import DrawnChart, draw
-from tasks.views.report.numbers import ChartPlan, Columns
-from tasks.views.report.samples import BrowsedGroup
+from rheostat.infra.config import Settings
+from rheostat.tasks.config.documents import toml_key, toml_value
+from rheostat.tasks.views.report.curves import DrawnChart, draw
+from rheostat.tasks.views.report.numbers import ChartPlan, Columns
+from rheostat.tasks.views.report.samples import BrowsedGroup
 
-_HERE: Final = files("tasks.views.report")
+_HERE: Final = files("rheostat.tasks.views.report")
 
 
 class PageSection(Settings):

@@ -12,19 +12,19 @@ import sys
 from itertools import zip_longest
 from typing import Final
 
-from infra.config import Settings, read_recorded
-from infra.errors import Damaged, RheostatError
-from infra.store.runs import Run
-from models.config.rewards import ScoringConfig
-from models.data.images import data_address, thumbnail
-from tasks.run.batch import rollouts_of_batch
-from tasks.views.metrics import sealed_iterations
-from tasks.views.report import sections
-from tasks.views.report.numbers import columns_of, plans_of
-from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
-from tasks.views.report.samples import BrowsedGroup, browsed_groups
-from tasks.views.report.slots import decisions_of, slots_of
-from tasks.views.runs import RunDescription, describe_open_run, detect_deletion, media_of, open_known_run
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import Damaged, RheostatError
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.data.images import data_address, thumbnail
+from rheostat.tasks.run.batch import rollouts_of_batch
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.report import sections
+from rheostat.tasks.views.report.numbers import columns_of, plans_of
+from rheostat.tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
+from rheostat.tasks.views.report.samples import BrowsedGroup, browsed_groups
+from rheostat.tasks.views.report.slots import decisions_of, slots_of
+from rheostat.tasks.views.runs import RunDescription, describe_open_run, detect_deletion, media_of, open_known_run
 
 NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'

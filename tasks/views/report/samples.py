@@ -14,20 +14,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from infra.config import Settings, read_recorded
-from infra.errors import Damaged
-from infra.store.bundles import fetch_bundle_file
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from infra.store.shards import read_shard
-from models.config.rewards import ScoringConfig
-from models.records.columns import Floats, Mask
-from models.records.media import Media
-from models.records.versions import policy_of
-from models.text.token_offsets import find_token_starts, open_tokenizer
-from tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
+from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import fetch_bundle_file
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.columns import Floats, Mask
+from rheostat.models.records.media import Media
+from rheostat.models.records.versions import policy_of
+from rheostat.models.text.token_offsets import find_token_starts, open_tokenizer
+from rheostat.tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
 
 ITERATIONS, EVALUATIONS = 24, 6
 """Maximum numbers of iterations and evaluations with completions on a page. They are spread evenly, and the first and

@@ -6,31 +6,31 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from infra.config import read_recorded
-from infra.costs import total
-from infra.counts import format_count
-from infra.errors import BadInput, Quarantined
-from infra.renamed import with_present_names
-from infra.store.dependencies import dependency_records
-from infra.store.registry import RegistryRecord, open_registry, registries
-from infra.store.runs import Run
-from infra.store.shards import read_shard
-from infra.store.tombstones import tombstones
-from models.config.rewards import ScoringConfig
-from models.gate.comparison import PairedDifference, PairedScores, compare
-from tasks.config.run import RunConfig
-from tasks.lineage.trace import traced_rewards
-from tasks.promotion.evidence import problem_scores
-from tasks.run.batch import Batch, iterations_without_rollouts
-from tasks.run.iteration import Iteration
-from tasks.run.keys import SFT, StageKey, evaluation_key
-from tasks.tracking.points import chat_scalars
-from tasks.views.diagnosis import summarize_warnings
-from tasks.views.metrics import Accuracy
-from tasks.views.report.page import PageSection, paragraph, rows_table, toml
-from tasks.views.report.samples import spread
-from tasks.views.report.slots import PlacedDecision, SlotsPicture
-from tasks.views.runs import RunDescription
+from rheostat.infra.config import read_recorded
+from rheostat.infra.costs import total
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.infra.renamed import with_present_names
+from rheostat.infra.store.dependencies import dependency_records
+from rheostat.infra.store.registry import RegistryRecord, open_registry, registries
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.tombstones import tombstones
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.gate.comparison import PairedDifference, PairedScores, compare
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.lineage.trace import traced_rewards
+from rheostat.tasks.promotion.evidence import problem_scores
+from rheostat.tasks.run.batch import Batch, iterations_without_rollouts
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import SFT, StageKey, evaluation_key
+from rheostat.tasks.tracking.points import chat_scalars
+from rheostat.tasks.views.diagnosis import summarize_warnings
+from rheostat.tasks.views.metrics import Accuracy
+from rheostat.tasks.views.report.page import PageSection, paragraph, rows_table, toml
+from rheostat.tasks.views.report.samples import spread
+from rheostat.tasks.views.report.slots import PlacedDecision, SlotsPicture
+from rheostat.tasks.views.runs import RunDescription
 
 ALPHA: Final = 0.05
 """Significance level of each one-sided bound of a paired difference."""

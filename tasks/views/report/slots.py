@@ -7,13 +7,13 @@ from datetime import datetime
 from html import escape
 from typing import Final
 
-from infra.config import Settings
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from placement.records import Decision
-from tasks.run.keys import StageKey, iteration_key
-from tasks.views.report.curves import COLORS, HATCHES, INK, STYLE, WIDTH, picture
-from tasks.views.report.samples import spread
+from rheostat.infra.config import Settings
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.placement.records import Decision
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.views.report.curves import COLORS, HATCHES, INK, STYLE, WIDTH, picture
+from rheostat.tasks.views.report.samples import spread
 
 PANELS: Final = 4
 """Maximum number of iterations that are drawn."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 from tests.support.refusals import build_folder
 
 

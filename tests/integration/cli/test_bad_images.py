@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 from tests.support.chat_server import chat_server
 from tests.support.jobs import ROOT
 from tests.support.judged import answer_from_image, answer_without_image
@@ -59,7 +59,7 @@ def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cac
         question, codes = read_inputs(reward).model_dump_json(), []
         for server.reply in (answer_from_image, answer_without_image):
             done = subprocess.run(
-                [sys.executable, "-m", "models.commands.preflight", "run"],
+                [sys.executable, "-m", "rheostat.models.commands.preflight", "run"],
                 input=question,
                 capture_output=True,
                 text=True,

@@ -11,10 +11,10 @@ from threading import Event
 
 import pytest
 
-from flows.cli.app import main
-from infra.processes.sandbox import switches_user
-from infra.store.runs import create_run, open_run
-from tasks.config.run import load_config
+from rheostat.flows.cli.app import main
+from rheostat.infra.processes.sandbox import switches_user
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.tasks.config.run import load_config
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.processes import process
 from tests.support.refusals import tree

@@ -11,13 +11,13 @@ import httpx
 import pyarrow.dataset as ds
 import pytest
 
-from flows.cli.app import main
-from flows.cli.prefect_api import run_flow
-from infra.errors import ApiFailed, Damaged
-from infra.store.checksums import seal
-from infra.store.runs import create_run
-from infra.terminal import WIDTH
-from tasks.views.runs import RunDescription
+from rheostat.flows.cli.app import main
+from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.infra.errors import ApiFailed, Damaged
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.runs import create_run
+from rheostat.infra.terminal import WIDTH
+from rheostat.tasks.views.runs import RunDescription
 from tests.support.environments import leave_vllm
 from tests.support.jobs import RHEOSTAT, ROOT, files_of
 
@@ -230,7 +230,7 @@ def test_read_only_commands_import_no_heavy_library_and_change_nothing(reference
     calls = [["runs"], ["show", "tiny"], ["rollouts", "tiny"], ["verify", "tiny"], ["rollouts", "tiny", "--json"]]
     code = f"""
 import sys
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 codes = [main([*call, "--store", {str(copied_store)!r}]) for call in {calls!r}]
 heavy = [name for name in ("prefect", "torch", "transformers", "ray", "matplotlib") if name in sys.modules]
 sys.exit(str(heavy or codes) if heavy or any(codes) else 0)
@@ -244,7 +244,7 @@ sys.exit(str(heavy or codes) if heavy or any(codes) else 0)
 def test_the_list_of_runs_loads_no_arrays_and_no_images(reference, arguments):
     code = f"""
 import sys
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 code = main([*{arguments!r}, "--store", {str(reference.store)!r}])
 heavy = {{"numpy", "pyarrow", "PIL", "torch", "scipy"}} & set(sys.modules)
 sys.exit(str(heavy) if heavy else code)

@@ -9,20 +9,20 @@ import yaml
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.errors import BadInput, EndpointDown
-from infra.store.bundles import publish_bundle
-from infra.store.hub import fetch_snapshot
-from infra.store.hub_names import HubAddress
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run
-from models.commands.export import export
-from models.config.promotion import CardConfig
-from tasks.commit import retire_bundles
-from tasks.config.run import parse_config
-from tasks.run.keys import StageKey, iteration_key
-from tasks.views import policy_export
-from tasks.views.card import model_card
-from tasks.views.policy_export import PolicyExport, export_policy, push_policy
+from rheostat.infra.errors import BadInput, EndpointDown
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.hub import fetch_snapshot
+from rheostat.infra.store.hub_names import HubAddress
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run
+from rheostat.models.commands.export import export
+from rheostat.models.config.promotion import CardConfig
+from rheostat.tasks.commit import retire_bundles
+from rheostat.tasks.config.run import parse_config
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.views import policy_export
+from rheostat.tasks.views.card import model_card
+from rheostat.tasks.views.policy_export import PolicyExport, export_policy, push_policy
 from tests.support.policies import write_policy
 
 

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli.app import main
-from infra.store.runs import open_run
-from infra.store.shards import read_shard
-from models.config.algorithms import Grpo
-from models.credit.inputs import TermColumns
-from models.credit.selection import group_columns, informative_by
-from models.records.schemas import ROLLOUT_SCHEMA
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.credit.inputs import TermColumns
+from rheostat.models.credit.selection import group_columns, informative_by
+from rheostat.models.records.schemas import ROLLOUT_SCHEMA
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from infra.store.dependencies import recorded_commits
-from infra.store.runs import open_run
+from rheostat.infra.store.dependencies import recorded_commits
+from rheostat.infra.store.runs import open_run
 from tests.support.in_process import InProcessJob, copy_job, run_command
 from tests.support.jobs import TINY
 from tests.support.policies import write_policy

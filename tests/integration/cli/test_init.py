@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import main
-from infra.plugins import TARGETS
+from rheostat.flows.cli.app import main
+from rheostat.infra.plugins import TARGETS
 from tests.support.jobs import AUTH, RHEOSTAT
 from tests.support.refused_folders import copy_model
 

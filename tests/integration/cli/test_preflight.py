@@ -9,13 +9,13 @@ from string import ascii_letters
 
 import pytest
 
-from infra.errors import BadInput
-from models.commands.preflight import check
-from models.config.data import ArithmeticData
-from models.config.policy import ScratchPolicy
-from models.data.problems import load_problems
-from models.modeling.policy import build_scratch, save_policy
-from models.text.tokenizer import scratch_tokenizer
+from rheostat.infra.errors import BadInput
+from rheostat.models.commands.preflight import check
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.text.tokenizer import scratch_tokenizer
 from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs
 
@@ -30,7 +30,7 @@ def place(make_job) -> Path:
 
 def ask_command(question: str) -> subprocess.CompletedProcess[str]:
     """Run the input check as the flows do, in a directory where leftover files would be noticed."""
-    command = [sys.executable, "-m", "models.commands.preflight"]
+    command = [sys.executable, "-m", "rheostat.models.commands.preflight"]
     return subprocess.run(command, input=question, capture_output=True, text=True)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from infra.errors import BadInput
-from models.commands.preflight import check
-from models.config.attention import KERNELS
+from rheostat.infra.errors import BadInput
+from rheostat.models.commands.preflight import check
+from rheostat.models.config.attention import KERNELS
 from tests.support.model_files import set_tensors
 from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs

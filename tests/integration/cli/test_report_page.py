@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 from tests.support.browsers import BROWSER, open_page
 from tests.support.long_runs import write_long_run
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import main
-from infra.errors import BadInput
-from models.config.data import ArithmeticData
-from models.config.policy import DirectoryPolicy, ScratchPolicy
-from models.data.problems import load_problems
-from models.inspection.other_models import check_same_tokens
-from models.modeling.policy import build_scratch, save_policy
-from models.text.tokenizer import scratch_tokenizer
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.policy import DirectoryPolicy, ScratchPolicy
+from rheostat.models.data.problems import load_problems
+from rheostat.models.inspection.other_models import check_same_tokens
+from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.text.tokenizer import scratch_tokenizer
 
 RULES = """
 store = "{store}"

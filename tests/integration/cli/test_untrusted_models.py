@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from models.data.problems import Message
-from models.inspection.directory import inspect_directory
-from models.modeling.directory import check_directory
-from models.modeling.reward_model import check_reward_model
-from models.text.tokenizer import load_tokenizer, render
-from models.untrusted_files.directory import check_untrusted_files
+from rheostat.infra.errors import BadInput
+from rheostat.models.data.problems import Message
+from rheostat.models.inspection.directory import inspect_directory
+from rheostat.models.modeling.directory import check_directory
+from rheostat.models.modeling.reward_model import check_reward_model
+from rheostat.models.text.tokenizer import load_tokenizer, render
+from rheostat.models.untrusted_files.directory import check_untrusted_files
 from tests.support.preflight import check_job
 
 

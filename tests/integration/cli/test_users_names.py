@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.plugins import PACKAGES, TARGETS
-from models.config.reward_terms import TargetReward
-from models.config.rewards import ScoringConfig
-from models.rewards.evaluate import Case, Evaluator, Verdict
+from rheostat.infra.plugins import PACKAGES, TARGETS
+from rheostat.models.config.reward_terms import TargetReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.rewards.evaluate import Case, Evaluator, Verdict
 from tests.support.jobs import RHEOSTAT, ROOT, TINY
 
 NAMES = ("models", "tasks", "flows", "infra", "placement", "json", "torch", "numpy", "prefect", "ray")
@@ -62,11 +62,11 @@ from editables.redirector import RedirectingFinder as Finder
 Finder.install()
 for package in {packages}:
     Finder.map_module(package, f"{root}/{{package}}/__init__.py")
-from infra.plugins import add_target_folders
+from rheostat.infra.plugins import add_target_folders
 add_target_folders()
-import models.config.data
+import rheostat.models.config.data
 import users_module as users
-print(models.config.data.__file__, users.__file__)
+print(rheostat.models.config.data.__file__, users.__file__)
 """
 
 

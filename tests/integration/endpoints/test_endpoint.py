@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.config.engines import SamplingConfig
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict
-from models.judges.verdicts import Question
-from models.records.seeds import derive_seed
+from rheostat.infra.errors import BadInput, EndpointDown, WorkerFailed
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict
+from rheostat.models.judges.verdicts import Question
+from rheostat.models.records.seeds import derive_seed
 from tests.support.chat_server import Reply, chat_server, reply_with
 from tests.support.endpoint_judges import CANARY, judge_at, questions
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from infra.errors import BadInput, EndpointDown
-from infra.pools.host import Host, Raised
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.judges import JudgeReward
-from models.config.verdicts import ChoiceVerdict
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.work import JudgeWork
-from models.workers.judge import JudgeWorker
+from rheostat.infra.errors import BadInput, EndpointDown
+from rheostat.infra.pools.host import Host, Raised
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.judges import JudgeReward
+from rheostat.models.config.verdicts import ChoiceVerdict
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.workers.judge import JudgeWorker
 from tests.support.chat_server import Reply, chat_server, reply_with
 from tests.support.endpoint_judges import CANARY, endpoint_at, judge_at, questions, write_rollouts
 
@@ -104,7 +104,7 @@ def test_an_endpoint_that_is_down_is_a_named_error_and_no_verdicts_are_written(t
     with chat_server(lambda asked, before: Reply(status=503)) as server:
         bench = Bench(tmp_path, server.url, retries=1)
         host, work = Host(), bench.work("1")
-        host.construct("models.workers.judge:JudgeWorker", bench.options)
+        host.construct("rheostat.models.workers.judge:JudgeWorker", bench.options)
         raised = host.run("judge", (work,))
     assert isinstance(raised, Raised)
     assert isinstance(raised.error, EndpointDown)

@@ -7,16 +7,16 @@ import pyarrow as pa
 import pytest
 
 from bench.paced import PacedEngine
-from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
-from models.config.judges import Canaries, DirectoryJudge, JudgeReward
-from models.config.verdicts import StepsVerdict
-from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import JudgeWork
-from models.workers.judge import JudgeWorker
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.judges import Canaries, DirectoryJudge, JudgeReward
+from rheostat.models.config.verdicts import StepsVerdict
+from rheostat.models.records.schemas import VERDICT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.workers.judge import JudgeWorker
 from tests.support.chat_server import chat_server, reply_with
 from tests.support.endpoint_judges import endpoint_at, write_rollouts
 from tests.support.policies import write_policy

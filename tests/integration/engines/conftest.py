@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench.drawn import DrawnVllm
-from infra.store.contracts import Store
-from infra.store.storage import open_store
-from models.config.engines import VllmEngine
-from models.engines.protocol import build_engine
-from models.engines.vllm.engine import ServedEngine
-from models.records.work import RolloutWork
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.protocol import build_engine
+from rheostat.models.engines.vllm.engine import ServedEngine
+from rheostat.models.records.work import RolloutWork
 from tests.support.batch_server import KEY, BatchServer, batch_server
 from tests.support.engines import Published, publish
 from tests.support.episodes import Episodes

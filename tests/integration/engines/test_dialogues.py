@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.store.bundles import publish_bundle
-from models.config.engines import SamplingConfig
-from models.config.environments import DialogueEnvironment
-from models.config.users import DirectoryUser, EndpointUser
-from models.environments.user_view import Transcript
-from models.environments.users import user_inputs
-from models.records.versions import ModelVersion, Outcome
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.users import DirectoryUser, EndpointUser
+from rheostat.models.environments.user_view import Transcript
+from rheostat.models.environments.users import user_inputs
+from rheostat.models.records.versions import ModelVersion, Outcome
 from tests.support.chat_server import Reply, chat_server, reply_with
 from tests.support.episodes import STOPS, Episodes, decode_turns, index_rows, require_equal_rows
 from tests.support.policies import small_tokenizer, write_policy

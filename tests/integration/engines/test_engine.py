@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from infra.errors import BadInput
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.local.engine import HuggingFaceEngine
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
 from tests.support.engines import *  # noqa: F403  # pytest collects the claims about every engine here
 from tests.support.engines import (
     CONTINUATIONS,

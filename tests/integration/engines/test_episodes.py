@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from infra.store.shards import read_shard
+from rheostat.infra.store.shards import read_shard
 from tests.support.episodes import (
     STOPS,
     decode_turns,

@@ -4,12 +4,12 @@ import json
 
 import torch
 
-from models.config.engines import SamplingConfig
-from models.config.texts import RULES_BEFORE, TextRules
-from models.modeling.generation_config import complete_generation_config
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy
-from models.records.schemas import FinishReason
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.modeling.generation_config import complete_generation_config
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.schemas import FinishReason
 from tests.support.chat_templates import tokenizer_of
 from tests.support.engines import engine_of, request
 from tests.support.policies import write_chat_policy

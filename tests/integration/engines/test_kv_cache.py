@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicLayer
 
-from models.config.engines import SamplingConfig
-from models.engines.local.decoding import LoadedPolicy, read_prompts
-from models.engines.local.kv_cache import ROOM, InPlaceLayer, use_in_place_layers
-from models.modeling.policy import load_policy
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.local.decoding import LoadedPolicy, read_prompts
+from rheostat.models.engines.local.kv_cache import ROOM, InPlaceLayer, use_in_place_layers
+from rheostat.models.modeling.policy import load_policy
 from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
 from tests.support.policies import small_tokenizer, write_policy
 
@@ -92,5 +92,5 @@ def test_completions_equal_those_of_the_growing_cache_bit_for_bit(architecture, 
     write_policy(tmp_path, architecture, changes=changes)
     engine, sampling = engine_of(tmp_path), SamplingConfig(max_new_tokens=2 * ROOM)
     in_place = engine.generate(MIXED, sampling)
-    monkeypatch.setattr("models.engines.local.decoding.use_in_place_layers", lambda cache: None)
+    monkeypatch.setattr("rheostat.models.engines.local.decoding.use_in_place_layers", lambda cache: None)
     assert engine.generate(MIXED, sampling) == in_place

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from infra.store.shards import ShardRef, read_shard
-from models.config.engines import TransformersEngine
-from models.config.rollout import PartialRollout
-from models.records.versions import Outcome
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.models.config.engines import TransformersEngine
+from rheostat.models.config.rollout import PartialRollout
+from rheostat.models.records.versions import Outcome
 from tests.support.episodes import Episodes, forward_logprobs, index_rows, require_equal_rows, target_environment
 from tests.support.interleaving import InterleavingTransformers
 from tests.support.rollout_workers import ENGINE, publish

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.reward_terms import RegexReward
-from models.config.rewards import ScoringConfig
-from models.config.rollout import PartialRollout
-from models.engines.protocol import Completion, Request
-from models.records.schemas import FinishReason
-from models.records.versions import Outcome
-from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.reward_terms import RegexReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import PartialRollout
+from rheostat.models.engines.protocol import Completion, Request
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.engines import MIXED, SAMPLING, engine_of, request
 from tests.support.episodes import index_rows, require_equal_rows
 from tests.support.inputs import request_completions, request_continuations

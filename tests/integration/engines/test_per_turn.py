@@ -6,20 +6,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.store.bundles import publish_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Capo
-from models.config.engines import SamplingConfig
-from models.config.environments import ToolsEnvironment
-from models.config.rewards import ScoringConfig
-from models.data.problems import Message
-from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
-from models.records.turn_prompts import split_at_prompts
-from models.records.versions import ModelVersion
-from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
-from models.text.tokenizer import tokenize_prompts
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Capo
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import ToolsEnvironment
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.data.problems import Message
+from rheostat.models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
+from rheostat.models.records.turn_prompts import split_at_prompts
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from rheostat.models.text.tokenizer import tokenize_prompts
+from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.chat_templates import tokenizer_of
 from tests.support.episodes import Episodes, forward_logprobs, require_equal_rows, target_environment
 from tests.support.interleaving import InterleavingTransformers

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from models.config.environments import TargetEnvironment
-from models.environments.replay import replay
-from models.records.replays import ReplayWork
+from rheostat.models.config.environments import TargetEnvironment
+from rheostat.models.environments.replay import replay
+from rheostat.models.records.replays import ReplayWork
 from tests.support.episodes import STOPS, Episodes, target_environment
 
 Played = tuple[ReplayWork, list[dict[str, object]]]

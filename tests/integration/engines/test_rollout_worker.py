@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput, Damaged
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.records.schemas import ROLLOUT_SCHEMA
-from models.records.seeds import sample_seed
-from models.records.versions import Outcome
-from models.records.work import RolloutWork
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.records.schemas import ROLLOUT_SCHEMA
+from rheostat.models.records.seeds import sample_seed
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import RolloutWork
 from tests.support.policies import small_tokenizer
 from tests.support.processes import preload, process
 from tests.support.rollout_workers import TEXTS, digest, example, publish, worker

@@ -10,12 +10,12 @@ import pytest
 
 from bench.drawn import DrawnLengths
 from bench.drawn_engine import drawn_length
-from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config.engines import SamplingConfig
-from models.engines.vllm.engine import MAX_LOADS
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.records.seeds import derive_seed
+from rheostat.infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.vllm.engine import MAX_LOADS
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.seeds import derive_seed
 from tests.support.batch_server import ABOUT, BatchServer, Line, batch_server, chunk, experts, experts_of, tokens_of
 from tests.support.engines import list_tokens, request
 from tests.support.inputs import request_completions, request_continuations

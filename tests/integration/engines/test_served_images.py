@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput, Quarantined
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, VllmEngine
-from models.config.lora import LoraConfig
-from models.config.policy import ModelShape
-from models.engines.protocol import Request, VisionEngine
-from models.modeling.adapters import adapted_layers
-from models.modeling.policy import load_policy
-from models.records.media import InMemoryImages, Media
-from models.vision.processor import load_processor
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig, VllmEngine
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.policy import ModelShape
+from rheostat.models.engines.protocol import Request, VisionEngine
+from rheostat.models.modeling.adapters import adapted_layers
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.media import InMemoryImages, Media
+from rheostat.models.vision.processor import load_processor
 from tests.support.batch_server import BatchServer
 from tests.support.engines import Published, publish_directory
 from tests.support.seeing import PICTURES, prompts_of, write_media

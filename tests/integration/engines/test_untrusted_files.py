@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.protocol import Completion
-from models.workers.rollout import RolloutWorker
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.engines import engine_of, request
 from tests.support.policies import write_policy
 from tests.support.rollout_workers import digest
@@ -72,7 +72,7 @@ def test_an_admitted_row_gets_the_same_completion_as_alone(architecture, tempera
 
 def test_rows_that_outlast_many_admissions_do_not_widen_the_cache(tmp_path, monkeypatch):
     write_policy(tmp_path, eos_share=1e-6)
-    monkeypatch.setattr("models.engines.local.decoding.ROOM", 2)
+    monkeypatch.setattr("rheostat.models.engines.local.decoding.ROOM", 2)
     widths = []
 
     def note(module: torch.nn.Module, inputs: object, output: object) -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.errors import BadInput
-from models.config.denoising import LearntWindow
-from models.config.policy import DiffusionPolicy
-from models.denoising import families
-from models.denoising.frozen_parts import PromptEncoder
-from models.denoising.pipeline import check_weights, load_denoiser, read_pipeline
-from models.denoising.policy import check_prompts, inspect_diffusion
-from models.modeling.parameter_storage import ParameterStorage
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.denoising import LearntWindow
+from rheostat.models.config.policy import DiffusionPolicy
+from rheostat.models.denoising import families
+from rheostat.models.denoising.frozen_parts import PromptEncoder
+from rheostat.models.denoising.pipeline import check_weights, load_denoiser, read_pipeline
+from rheostat.models.denoising.policy import check_prompts, inspect_diffusion
+from rheostat.models.modeling.parameter_storage import ParameterStorage
 from tests.support.pipelines import config_of
 from tests.support.processes import preload
 from tests.support.refused_folders import add_pipelines

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from infra.store.bundles import BundleRef
-from models.config.lora import LoraConfig
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.steps import GenerationSetup, StepLogprobs
-from models.modeling.adapters import add_adapters
-from models.modeling.layout import lay_out
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.modeling.adapters import add_adapters
+from rheostat.models.modeling.layout import lay_out
 from tests.support.pipelines import build_trainer_inputs, config_of, generate_pictures
 from tests.support.processes import preload
 from tests.support.recomputing import compute_gradients

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.samplers import deterministic
-from models.denoising.steps import GenerationSetup
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.samplers import deterministic
+from rheostat.models.denoising.steps import GenerationSetup
 from tests.support.pipelines import (
     PROMPTS,
     SEEDS,

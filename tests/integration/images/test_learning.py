@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from infra.store.bundles import publish_bundle
-from infra.store.storage import open_store
-from models.config.objectives import LoraConfig
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.policy import write_merged_pipeline
-from models.denoising.steps import GenerationSetup, StepLogprobs
-from models.modeling.adapters import load_trainable, save_adapters, trained_parameters
-from models.modeling.layout import lay_out
-from models.records.versions import ModelVersion
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.objectives import LoraConfig
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.policy import write_merged_pipeline
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.modeling.adapters import load_trainable, save_adapters, trained_parameters
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.records.versions import ModelVersion
 from tests.support.pipelines import (
     build_trainer_inputs,
     config_of,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.denoising.frozen_parts import PromptEncoder, keep_on_device
-from models.denoising.pipeline import load_text_encoders, read_pipeline
+from rheostat.models.denoising.frozen_parts import PromptEncoder, keep_on_device
+from rheostat.models.denoising.pipeline import load_text_encoders, read_pipeline
 from tests.support.pipelines import PROMPTS
 from tests.support.processes import preload
 

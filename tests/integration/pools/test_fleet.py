@@ -13,14 +13,14 @@ from collections import Counter
 import pytest
 import pytest_asyncio
 
-from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
-from infra.pools.cluster import RayCluster
-from infra.pools.embedded import Preload
-from infra.pools.gpu_layout import GpuLayout
-from infra.pools.launcher import SlotCount
-from infra.pools.machines import Machines
-from infra.pools.placement_group import ReservedSlots
-from infra.pools.worker import PoolSpec
+from rheostat.infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.embedded import Preload
+from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.placement_group import ReservedSlots
+from rheostat.infra.pools.worker import PoolSpec
 from tests.support.drivers import read_line, read_output, start_driver, until, wait_until_gone
 from tests.support.fleet_workers import Served, holds_memory
 from tests.support.jobs import is_alive
@@ -460,12 +460,12 @@ async def test_workers_of_all_roles_have_access_to_the_gpus_of_their_slots():
     """The GPUs exist only as a number that Ray counts."""
     program = """
 import asyncio, ray
-from infra.pools.gpu_layout import GpuLayout
-from infra.pools.machines import Machines
-from infra.pools.placement_group import SLOT, ReservedSlots
-from infra.pools.fleet import Fleet
-from infra.pools.launcher import SlotCount
-from infra.pools.worker import PoolSpec
+from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.placement_group import SLOT, ReservedSlots
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.worker import PoolSpec
 async def main():
     options = {"num_cpus": 0, "num_gpus": 4, "resources": {SLOT: 100}, "logging_level": "ERROR"}
     ray.init(address="local", namespace="gpus", include_dashboard=False, **options)
@@ -495,7 +495,7 @@ async def test_every_slot_on_an_external_cluster_reserves_a_cpu():
     """One process keeps a cluster of two CPUs, and another process arranges two slots there."""
     keep = """
 import os, tempfile
-from infra.pools.embedded import EMBEDDED_ENVIRONMENT
+from rheostat.infra.pools.embedded import EMBEDDED_ENVIRONMENT
 os.environ.update(EMBEDDED_ENVIRONMENT)
 import ray
 with tempfile.TemporaryDirectory(dir="/tmp") as directory:

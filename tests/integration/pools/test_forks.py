@@ -13,11 +13,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from infra.pools.cluster import RayCluster
-from infra.pools.embedded import Preload
-from infra.pools.forks import start_forkserver, worker_command
-from infra.pools.host import thread_variables
-from infra.pools.worker import PoolSpec
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.embedded import Preload
+from rheostat.infra.pools.forks import start_forkserver, worker_command
+from rheostat.infra.pools.host import thread_variables
+from rheostat.infra.pools.worker import PoolSpec
 from tests.support.drivers import until
 from tests.support.jobs import wait_for
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ClusterFailed
-from infra.pools.cluster import RayCluster
-from infra.pools.gpu_layout import GpuLayout
-from infra.pools.launcher import SlotCount
-from infra.pools.machines import Machines
-from infra.pools.placement_group import ReservedSlots
-from infra.pools.worker import PoolSpec
+from rheostat.infra.errors import ClusterFailed
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.placement_group import ReservedSlots
+from rheostat.infra.pools.worker import PoolSpec
 from tests.support.drivers import read_output
 from tests.support.machines import machines, print_value, read_value
 

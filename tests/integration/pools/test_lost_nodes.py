@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ClusterFailed
-from infra.pools.cluster import RayCluster
-from infra.pools.fleet import Fleet
-from infra.pools.launcher import SlotCount
-from infra.pools.worker import PoolSpec
+from rheostat.infra.errors import ClusterFailed
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.worker import PoolSpec
 from tests.support.drivers import read_output, until
 from tests.support.machines import Machines, lose_machine, machines, print_value, read_value
 

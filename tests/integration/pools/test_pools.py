@@ -15,12 +15,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.cluster import RayCluster
-from infra.pools.machines import Machines
-from infra.pools.stalls import StallClock
-from infra.pools.worker import PoolSpec
-from infra.processes.guard import processes_of
+from rheostat.infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.processes.guard import processes_of
 from tests.support.drivers import COUNTING_POOL, read_line, read_output, start_driver, until, wait_until_gone
 from tests.support.servers import guards_of
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import asyncio, signal, sys
-from infra.errors import ApiFailed
-from flows.cli.prefect_api import prefect_api
-from flows.cli.prefect_api import run_flow
+from rheostat.infra.errors import ApiFailed
+from rheostat.flows.cli.prefect_api import prefect_api
+from rheostat.flows.cli.prefect_api import run_flow
 async def waits():
     print("runs", flush=True)
     await asyncio.sleep(600)
@@ -52,7 +52,9 @@ def test_a_flow_ends_with_a_named_error_if_its_prefect_server_fails_and_still_ob
         process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=output)
     try:
         assert wait_for(lambda: "runs" in (tmp_path / "output").read_text() or process.poll() is not None)
-        (server,) = [child for child in psutil.Process(process.pid).children() if "flows.cli.server" in child.cmdline()]
+        (server,) = [
+            child for child in psutil.Process(process.pid).children() if "rheostat.flows.cli.server" in child.cmdline()
+        ]
         server.send_signal(fate)
         if interrupt is not None:
             process.send_signal(interrupt)

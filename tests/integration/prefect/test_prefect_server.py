@@ -16,11 +16,11 @@ import yaml
 from prefect import flow, task
 from prefect.deployments.steps.core import run_steps
 
-from flows.retrain import with_date
-from infra.errors import Damaged, WorkerFailed, WorkerLost
-from infra.store.runs import open_run
-from tasks.config.run import RunConfig, load_config
-from tasks.run.stages import is_transient
+from rheostat.flows.retrain import with_date
+from rheostat.infra.errors import Damaged, WorkerFailed, WorkerLost
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.config.run import RunConfig, load_config
+from rheostat.tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 from tests.support.deployments import Server, flows_below, process_of_flow, run_worker, serve_deployments
 from tests.support.in_process import InProcessJob, prefect_at

@@ -30,9 +30,9 @@ from prefect.settings import (
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from flows.cli.passwords import PROFILE, configured_password, print_password, read_password, store_password
-from flows.cli.prefect_api import run_flow
-from infra.errors import ApiFailed
+from rheostat.flows.cli.passwords import PROFILE, configured_password, print_password, read_password, store_password
+from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, answers, copy_prefect_database, kill, wait_for
 from tests.support.servers import reserved_port
 from tests.support.terminal import on_terminal
@@ -142,7 +142,7 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
 
 
 ASK = """
-from flows.cli.prefect_api import prefect_api
+from rheostat.flows.cli.prefect_api import prefect_api
 with prefect_api() as url:
     from prefect.client.orchestration import get_client
     with get_client(sync_client=True) as client:
@@ -154,7 +154,7 @@ with prefect_api() as url:
 def test_on_a_fresh_account_no_command_has_prefect_print_its_notice_of_usage_statistics(tmp_path, monkeypatch):
     for name in ("DO_NOT_TRACK", *CI_ENV_VARS):
         monkeypatch.delenv(name, raising=False)
-    program = "from flows.cli.app import main; main(['--version']); import prefect"
+    program = "from rheostat.flows.cli.app import main; main(['--version']); import prefect"
     variables = {"PREFECT_HOME": str(tmp_path / "prefect"), "HOME": str(tmp_path)}
     code, sent = on_terminal([sys.executable, "-c", program], env=variables)
     assert (code, len(sent.splitlines())) == (0, 1), sent

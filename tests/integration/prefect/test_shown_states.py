@@ -9,8 +9,8 @@ from prefect import flow, task
 from prefect._internal import control_listener
 from prefect.client.orchestration import get_client
 
-from flows.prefect_states import CANCELLED, install_state_handling
-from infra.errors import BadInput
+from rheostat.flows.prefect_states import CANCELLED, install_state_handling
+from rheostat.infra.errors import BadInput
 from tests.support.in_process import prefect_at
 
 SLIP = "rollout.prompts 0: expected at least 1"

@@ -12,7 +12,7 @@ import yaml
 from prefect.workers.base import BaseJobConfiguration
 from uv import find_uv_bin
 
-from infra.environments.find import DISTRIBUTIONS, pins_path
+from rheostat.infra.environments.find import DISTRIBUTIONS, pins_path
 from tests.support.jobs import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"

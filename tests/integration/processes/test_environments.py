@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from uv import find_uv_bin
 
-from flows.cli.app import main
-from infra.environments import find
-from infra.environments.find import (
+from rheostat.flows.cli.app import main
+from rheostat.infra.environments import find
+from rheostat.infra.environments.find import (
     DISTRIBUTIONS,
     Distribution,
     check_environment,
@@ -27,15 +27,15 @@ from infra.environments.find import (
     read_stamp,
     supported_pythons,
 )
-from infra.environments.gpus import platform_here
-from infra.environments.install import install
-from infra.errors import BadInput, InstallFailed
+from rheostat.infra.environments.gpus import platform_here
+from rheostat.infra.environments.install import install
+from rheostat.infra.errors import BadInput, InstallFailed
 
 INSTALL = """
 import sys
 from pathlib import Path
-from infra.environments import find
-from infra.environments.install import install
+from rheostat.infra.environments import find
+from rheostat.infra.environments.install import install
 find.DISTRIBUTIONS["tiny"] = find.Distribution(version="1.0", modules=("tiny",), pins=Path(sys.argv[1]))
 install("tiny", platform="cpu")
 """

@@ -13,12 +13,12 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from infra.errors import BadInput
-from models.config.environments import McpEnvironment
-from models.environments.mcp_tools import MAX_ERROR_CHARACTERS, _remove_secrets
-from models.environments.pool import EnvironmentPool, TurnAnswer
-from models.environments.runtime import tool_schemas
-from models.text.calls import Call
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.environments import McpEnvironment
+from rheostat.models.environments.mcp_tools import MAX_ERROR_CHARACTERS, _remove_secrets
+from rheostat.models.environments.pool import EnvironmentPool, TurnAnswer
+from rheostat.models.environments.runtime import tool_schemas
+from rheostat.models.text.calls import Call
 from tests.support.environments import episode_with_calls
 from tests.support.jobs import kill, wait_for
 

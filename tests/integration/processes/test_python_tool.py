@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from infra.processes.episodes import EpisodeRequest
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
-from models.config.environments import PythonEnvironment, ToolsEnvironment
-from models.environments.pool import EnvironmentPool, start_process
-from models.environments.runtime import tool_schemas
-from models.text.calls import Call, ParsedTurn
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.episodes import EpisodeRequest
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import PythonEnvironment, ToolsEnvironment
+from rheostat.models.environments.pool import EnvironmentPool, start_process
+from rheostat.models.environments.runtime import tool_schemas
+from rheostat.models.text.calls import Call, ParsedTurn
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.environments import episode_with_calls
 from tests.support.rollout_workers import ENGINE, digest, example
 from tests.support.sandboxes import needs_sandbox
@@ -125,7 +125,7 @@ def test_prompts_show_the_tool():
 @needs_sandbox
 def test_a_failure_of_the_sandbox_fails_the_episode(tool, monkeypatch):
     """Use a program that does not exist, so that starting it fails as on a machine without free processes."""
-    monkeypatch.setattr("models.environments.python.PROGRAM", "no/such/folder")
+    monkeypatch.setattr("rheostat.models.environments.python.PROGRAM", "no/such/folder")
     step, failure = tool.step(run_codes("1"))
     assert step is None
     assert failure.startswith("the sandbox failed: FileNotFoundError")

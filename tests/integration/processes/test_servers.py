@@ -15,8 +15,8 @@ from threading import Timer
 import psutil
 import pytest
 
-from infra.errors import WorkerFailed, WorkerLost
-from infra.processes.server import OwnedProcess, free_ports, start
+from rheostat.infra.errors import WorkerFailed, WorkerLost
+from rheostat.infra.processes.server import OwnedProcess, free_ports, start
 from tests.support.jobs import is_alive, kill, list_running, wait_for
 from tests.support.servers import FAMILY, SERVE, guards_of, is_answering, launch
 
@@ -110,7 +110,7 @@ print(block.name, flush=True)
 
 OWNER = """
 import os, time
-from infra.processes.server import free_ports, start
+from rheostat.infra.processes.server import free_ports, start
 from tests.support.jobs import kill
 from tests.support.servers import FAMILY, SERVE, launch
 process, port = start(launch(FAMILY + SERVE), on_progress=lambda: None, ports=free_ports())
@@ -151,7 +151,7 @@ def test_nothing_of_a_server_survives_a_guard_and_then_an_owner_that_are_killed(
 DRIVER = """
 import os, subprocess, tempfile, time
 from pathlib import Path
-from infra.processes.guard import CLUSTER, start_guard
+from rheostat.infra.processes.guard import CLUSTER, start_guard
 directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))
 guard = start_guard(directory)
 marked = {**os.environ, CLUSTER: str(directory)}
@@ -178,7 +178,7 @@ def test_nothing_of_a_cluster_survives_a_guard_and_then_a_driver_that_are_killed
 HOLDER = """
 import time
 from pathlib import Path
-from infra.processes.guard import guarded_directory
+from rheostat.infra.processes.guard import guarded_directory
 with guarded_directory("rheostat-test-") as directory:
     (directory / "weights").write_bytes(b"large")
     print(directory, flush=True)
@@ -213,8 +213,8 @@ class Serving:
 
 WITH_WORKER = """
 import asyncio, sys
-from infra.pools.cluster import RayCluster
-from infra.pools.worker import PoolSpec
+from rheostat.infra.pools.cluster import RayCluster
+from rheostat.infra.pools.worker import PoolSpec
 async def main():
     async with RayCluster.open("servers") as cluster:
         for role in ("let go", "killed"):

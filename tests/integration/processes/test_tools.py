@@ -4,11 +4,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from infra.errors import BadInput
-from infra.processes.child import user_interpreter
-from infra.processes.episodes import EpisodeProcess
-from models.config.environments import ToolsEnvironment
-from models.text.calls import Call
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.child import user_interpreter
+from rheostat.infra.processes.episodes import EpisodeProcess
+from rheostat.models.config.environments import ToolsEnvironment
+from rheostat.models.text.calls import Call
 from tests.support.environments import episode_with_calls
 
 TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from models.config.engines import VllmEngine
-from models.engines.vllm.server import (
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.engines.vllm.server import (
     Address,
     command,
     context_of,

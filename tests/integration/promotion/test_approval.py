@@ -14,7 +14,7 @@ from prefect.events import Event, emit_event
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 from tests.support.asking import OVERRIDES, PROPOSING, RUN, Asking, asked
 from tests.support.faults import planted
 from tests.support.in_process import prefect_at

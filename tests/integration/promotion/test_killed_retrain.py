@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from infra.store.registry import open_registry
+from rheostat.infra.store.registry import open_registry
 from tests.support.chaos import run_driver
 from tests.support.jobs import SMALLEST, TINY, Fault, Job, leftovers_of, manifests_of
 

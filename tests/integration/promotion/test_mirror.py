@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.registry import open_registry
+from rheostat.infra.store.registry import open_registry
 from tests.support.champions import append_record
 from tests.support.in_process import run_command
 

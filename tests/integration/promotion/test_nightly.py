@@ -11,8 +11,8 @@ import pytest
 import yaml
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-from infra.store.registry import RegistryRecord, open_registry
-from tasks.events import emit_of_run
+from rheostat.infra.store.registry import RegistryRecord, open_registry
+from rheostat.tasks.events import emit_of_run
 from tests.support.deployments import Server, run_worker, serve_deployments
 from tests.support.in_process import prefect_at
 from tests.support.jobs import ROOT, TINY, prefect_server, wait_for

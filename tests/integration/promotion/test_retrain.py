@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows.cli.train import run_flow
-from infra.store.bundles import CONTENTS
-from infra.store.registry import Registry, open_registry
-from infra.store.runs import list_runs, open_run
-from infra.store.shards import read_shard
-from tasks.config.run import override_config
-from tasks.promotion.gate import ids_trained_before
-from tasks.promotion.suites import Opponent
+from rheostat.flows.cli.train import run_flow
+from rheostat.infra.store.bundles import CONTENTS
+from rheostat.infra.store.registry import Registry, open_registry
+from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.config.run import override_config
+from rheostat.tasks.promotion.gate import ids_trained_before
+from rheostat.tasks.promotion.suites import Opponent
 from tests.support.in_process import InProcessJob, run_command
 from tests.support.jobs import SMALLEST, TINY, CommandResult
 
@@ -62,7 +62,7 @@ def run_retrain(job, day, *overrides):
     here = (f"store={job.store}", "pools.cluster=threads", *smallest)
     config = override_config(document, [*here, *overrides], source="tiny")
     with job.prefect():
-        from flows.retrain import retrain
+        from rheostat.flows.retrain import retrain
 
         return run_flow(retrain(config, day=day))
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.contracts import Store
-from infra.store.storage import open_store
-from models.config.algorithms import AlgorithmConfig, DrGrpo
-from models.config.reward_terms import TargetReward
-from models.config.rewards import ScoringConfig
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import AlgorithmConfig, DrGrpo
+from rheostat.models.config.reward_terms import TargetReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.workers.scoring import ScoringWorker
 
 MakeScoringWorker = Callable[..., ScoringWorker]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from models.config.reward_terms import CodeReward
-from models.config.rewards import ScoringConfig
-from models.judges.verdicts import Judgement
-from models.rewards.code import CodeJudge, Statements, check_code, read_tests
-from models.rewards.evaluate import Case
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.reward_terms import CodeReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.judges.verdicts import Judgement
+from rheostat.models.rewards.code import CodeJudge, Statements, check_code, read_tests
+from rheostat.models.rewards.evaluate import Case
 from tests.support.sandboxes import needs_sandbox
 
 ASSERTS = "import math\nassert double(2) == 4\nassert double(math.inf) == math.inf\nassert double('a') == 'aa'"
@@ -82,7 +82,7 @@ def test_a_failure_of_the_sandbox_makes_a_reward_missing_and_the_next_completion
     case = Case("", fenced("print(2 * int(input()))"), RUNS)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("models.rewards.code.SOLUTION", "no/such/folder")
+            patch.setattr("rheostat.models.rewards.code.SOLUTION", "no/such/folder")
             [failed] = judge.judge([case])["code"]
         assert failed.value is None
         assert "FileNotFoundError" in failed.error

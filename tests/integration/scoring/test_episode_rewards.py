@@ -2,15 +2,15 @@
 
 import pytest
 
-from infra.store.shards import read_shard
-from models.config.judges import EndpointJudge, JudgeReward
-from models.config.reward_terms import EnvironmentReward, TargetReward
-from models.config.rewards import ScoringConfig
-from models.config.verdicts import ChoiceVerdict
-from models.judges.chats import escape
-from models.records.work import JudgeWork, ScoringWork
-from models.rewards.evaluate import Case, Evaluator
-from models.workers.judge import JudgeWorker
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.judges import EndpointJudge, JudgeReward
+from rheostat.models.config.reward_terms import EnvironmentReward, TargetReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.verdicts import ChoiceVerdict
+from rheostat.models.judges.chats import escape
+from rheostat.models.records.work import JudgeWork, ScoringWork
+from rheostat.models.rewards.evaluate import Case, Evaluator
+from rheostat.models.workers.judge import JudgeWorker
 from tests.support.chat_server import chat_server, reply_with
 from tests.support.episodes import Episodes, decode_turns, target_environment
 

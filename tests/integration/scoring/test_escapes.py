@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from infra.processes.child import Child, Interpreter
-from infra.processes.programs import Program
-from infra.processes.sandbox import program_limits
-from infra.processes.syscalls import NUMBERS
+from rheostat.infra.processes.child import Child, Interpreter
+from rheostat.infra.processes.programs import Program
+from rheostat.infra.processes.sandbox import program_limits
+from rheostat.infra.processes.syscalls import NUMBERS
 from tests.support.sandboxes import needs_sandbox
 
 PYTHON = "/usr/bin/python3"

@@ -7,19 +7,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.engines import SamplingConfig
-from models.config.judges import Canaries, JudgeReward, TrainedJudge
-from models.config.reward_terms import NumericReward
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, ScoreVerdict
-from models.records.schemas import PROMPT_SCHEMA, VERDICT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import JudgeWork, ScoringWork, VerdictShard
-from models.workers.judge import JudgeWorker
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.judges import Canaries, JudgeReward, TrainedJudge
+from rheostat.models.config.reward_terms import NumericReward
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, ScoreVerdict
+from rheostat.models.records.schemas import PROMPT_SCHEMA, VERDICT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import JudgeWork, ScoringWork, VerdictShard
+from rheostat.models.workers.judge import JudgeWorker
 from tests.support.judged import rollouts
 from tests.support.policies import write_policy
 

@@ -17,18 +17,18 @@ from transformers import (
     Qwen3Config,
 )
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.judges import DirectoryRewardModel, ModelReward
-from models.data.problems import Message, TemplateArguments, encode_template_input
-from models.modeling.reward_model import check_reward_model, load_reward_model, score
-from models.records.model_input import ModelInput
-from models.records.schemas import PROMPT_SCHEMA, TEMPLATE, VERDICT_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import JudgeWork
-from models.workers.reward_model import RewardModelWorker
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.judges import DirectoryRewardModel, ModelReward
+from rheostat.models.data.problems import Message, TemplateArguments, encode_template_input
+from rheostat.models.modeling.reward_model import check_reward_model, load_reward_model, score
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import PROMPT_SCHEMA, TEMPLATE, VERDICT_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.workers.reward_model import RewardModelWorker
 from tests.support.policies import DECODER, small_tokenizer
 from tests.support.rollout_shards import rollout, write_rollouts
 

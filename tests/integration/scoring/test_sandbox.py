@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.errors import BadInput
-from infra.processes.episodes import EpisodeRequest
-from infra.processes.sandbox import switches_user
-from models.config.environments import PythonEnvironment
-from models.config.reward_terms import CodeReward, NumericReward, TargetReward
-from models.config.rewards import ScoringConfig
-from models.environments.pool import start_process
-from models.rewards.code import CodeJudge
-from models.rewards.evaluate import Case, Evaluator, check_rewards
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.episodes import EpisodeRequest
+from rheostat.infra.processes.sandbox import switches_user
+from rheostat.models.config.environments import PythonEnvironment
+from rheostat.models.config.reward_terms import CodeReward, NumericReward, TargetReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.environments.pool import start_process
+from rheostat.models.rewards.code import CodeJudge
+from rheostat.models.rewards.evaluate import Case, Evaluator, check_rewards
 from tests.support import hostile_rewards
 from tests.support.jobs import wait_for
 from tests.support.sandboxes import needs_sandbox

@@ -11,21 +11,21 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.errors import Damaged, Quarantined, WorkerLost
-from infra.store.shards import ShardRef, read_shard, write_shard
-from models.config.algorithms import Grpo, Ppo
-from models.config.objectives import ConstantMean, SequenceMean, TokenMean
-from models.config.reward_terms import NumericReward, RegexReward, TargetReward
-from models.config.rollout import DynamicSampling
-from models.credit.inputs import TermColumns
-from models.credit.selection import informative_prompts
-from models.data.images import media_tables
-from models.objectives.losses import token_weights
-from models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
-from models.records.versions import Outcome
-from models.records.work import CreditWork, ScoredShard, ScoringWork
-from models.training.samples import open_samples
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.errors import Damaged, Quarantined, WorkerLost
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.models.config.algorithms import Grpo, Ppo
+from rheostat.models.config.objectives import ConstantMean, SequenceMean, TokenMean
+from rheostat.models.config.reward_terms import NumericReward, RegexReward, TargetReward
+from rheostat.models.config.rollout import DynamicSampling
+from rheostat.models.credit.inputs import TermColumns
+from rheostat.models.credit.selection import informative_prompts
+from rheostat.models.data.images import media_tables
+from rheostat.models.objectives.losses import token_weights
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import CreditWork, ScoredShard, ScoringWork
+from rheostat.models.training.samples import open_samples
+from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.jobs import is_alive, wait_for
 from tests.support.pictures import picture
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -380,12 +380,12 @@ def test_nothing_is_written_if_the_process_of_a_completion_is_killed_each_time(s
 
 HANGING_WORKER = """
 import sys
-from infra.store.shards import ShardRef
-from models.config.algorithms import Grpo
-from models.config.reward_terms import TargetReward
-from models.config.rewards import ScoringConfig
-from models.records.work import ScoringWork
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.store.shards import ShardRef
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.reward_terms import TargetReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.work import ScoringWork
+from rheostat.models.workers.scoring import ScoringWorker
 
 if __name__ == "__main__":
     reward = TargetReward(target="tests.support.rewards:leave_pid_and_hang")

@@ -7,36 +7,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.errors import BadInput, Damaged, EndpointDown
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.data import FileData
-from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
-from models.config.objectives import UpdateConfig
-from models.config.policy import VisionScratchPolicy
-from models.config.rewards import ScoringConfig
-from models.config.training import SupervisedWarmup
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
-from models.data.images import digest_of, media_tables
-from models.data.problems import load_problems
-from models.inspection.images import check_judge_images
-from models.inspection.other_models import check_served_model
-from models.judges.prompts import build_question_text, question_about
-from models.judges.votes import Ballot, JudgedCompletion
-from models.modeling.policy import load_policy
-from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
-from models.records.media import MEDIA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import JudgeWarmupWork, JudgeWork, RewardModelPreparation
-from models.text.tokenizer import load_tokenizer, problem_texts, tokenize_problems
-from models.vision.families import ImageSize
-from models.vision.parts import part_of
-from models.vision.processor import load_processor
-from models.workers.judge import JudgeWorker
-from models.workers.preparation import PreparationWorker
-from models.workers.update import UpdateWorker
+from rheostat.infra.errors import BadInput, Damaged, EndpointDown
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.data import FileData
+from rheostat.models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import VisionScratchPolicy
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
+from rheostat.models.data.images import digest_of, media_tables
+from rheostat.models.data.problems import load_problems
+from rheostat.models.inspection.images import check_judge_images
+from rheostat.models.inspection.other_models import check_served_model
+from rheostat.models.judges.prompts import build_question_text, question_about
+from rheostat.models.judges.votes import Ballot, JudgedCompletion
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
+from rheostat.models.records.media import MEDIA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import JudgeWarmupWork, JudgeWork, RewardModelPreparation
+from rheostat.models.text.tokenizer import load_tokenizer, problem_texts, tokenize_problems
+from rheostat.models.vision.families import ImageSize
+from rheostat.models.vision.parts import part_of
+from rheostat.models.vision.processor import load_processor
+from rheostat.models.workers.judge import JudgeWorker
+from rheostat.models.workers.preparation import PreparationWorker
+from rheostat.models.workers.update import UpdateWorker
 from tests.support.chat_server import ChatRequest, Reply, chat_server, reply_with
 from tests.support.demos import demo_part
 from tests.support.judged import answer_from_image, answer_without_image, read_colour

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 import s3fs
 
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 from tests.support.past_runs import NAME, past_versions, unpack_run
 from tests.support.s3_servers import ACCESS_KEY, SECRET_KEY
 

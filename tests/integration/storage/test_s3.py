@@ -17,19 +17,25 @@ import pyarrow as pa
 import pytest
 from blake3 import blake3
 
-import infra.store.bucket
-import infra.store.bucket_store
-import infra.store.bundles
-from flows.cli.app import main
-from infra.errors import BadInput, Damaged, Fenced, StoreFailed
-from infra.store.bundles import delete_bundle, fetch_bundle, fetch_bundle_files, publish_bundle, verify_while_reading
-from infra.store.checksums import seal
-from infra.store.manifests import Manifest
-from infra.store.object_service import Timeouts
-from infra.store.run_record import RunRecord
-from infra.store.runs import Run
-from infra.store.shards import read_shard, write_shard
-from infra.store.verify import stray_files, verify_store
+import rheostat.infra.store.bucket
+import rheostat.infra.store.bucket_store
+import rheostat.infra.store.bundles
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BadInput, Damaged, Fenced, StoreFailed
+from rheostat.infra.store.bundles import (
+    delete_bundle,
+    fetch_bundle,
+    fetch_bundle_files,
+    publish_bundle,
+    verify_while_reading,
+)
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.object_service import Timeouts
+from rheostat.infra.store.run_record import RunRecord
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.verify import stray_files, verify_store
 from tests.support.jobs import TINY
 from tests.support.loopback import free_port
 from tests.support.processes import CONTEXT, kill, preload, process
@@ -201,7 +207,7 @@ def test_an_unusable_store_is_refused_in_one_line_and_nothing_is_written(s3_serv
 def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place, weather, tmp_path, monkeypatch):
     store, source = place.open(), tmp_path / "weights"
     source.write_bytes(os.urandom(40 << 20))
-    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(rheostat.infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
     store.put("warm", b"")
     second, commit = "PUT .*(partNumber=2|comp=block(&|$))", "POST .*uploadId|PUT .*comp=blocklist"
     weather.faults = [Fault("503", second, times=1), Fault("lost answer", commit, times=1)]
@@ -214,8 +220,8 @@ def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place
 def test_each_part_of_a_large_upload_counts_as_progress(server, tmp_path, monkeypatch):
     source, parts = tmp_path / "weights", 8
     source.write_bytes(os.urandom(parts * (5 << 20)))
-    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(infra.store.bucket, "_PART_BYTES", (5 << 20))
+    monkeypatch.setattr(rheostat.infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(rheostat.infra.store.bucket, "_PART_BYTES", (5 << 20))
     with s3_proxy(server.endpoint) as (endpoint, weather):
         store, sent = server.place(endpoint=endpoint).open(), []
         store.put(
@@ -230,8 +236,8 @@ def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetche
 ):
     source, size = tmp_path / "weights", 7 << 20
     source.write_bytes(os.urandom(size))
-    monkeypatch.setattr(infra.store.bucket, "RANGED_BYTES", 1 << 20)
-    monkeypatch.setattr(infra.store.bucket, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(rheostat.infra.store.bucket, "RANGED_BYTES", 1 << 20)
+    monkeypatch.setattr(rheostat.infra.store.bucket, "_PART_BYTES", 1 << 20)
     place.open().put("states/0/weights", source)
     together = threading.Barrier(7)
     weather.faults = [
@@ -287,9 +293,11 @@ def test_another_machine_fetches_and_hashes_a_bundle_once(place, weather, tmp_pa
         (tmp_path / "made" / name).write_bytes(name.encode() * 100)
     bundle = publish_bundle(place.open(), tmp_path / "made", prefix="policies")
     other = open_elsewhere(place, tmp_path, uri=place.uri + "/")
-    monkeypatch.setattr(infra.store.bundles, "_known", {})
-    hashed, digest = [], infra.store.bundles.digest_file
-    monkeypatch.setattr(infra.store.bundles, "digest_file", lambda path: hashed.append(path.name) or digest(path))
+    monkeypatch.setattr(rheostat.infra.store.bundles, "_known", {})
+    hashed, digest = [], rheostat.infra.store.bundles.digest_file
+    monkeypatch.setattr(
+        rheostat.infra.store.bundles, "digest_file", lambda path: hashed.append(path.name) or digest(path)
+    )
     with verify_while_reading(other, bundle, large_suffix=".safetensors") as directory:
         assert (directory / "model.safetensors").read_bytes() == b"model.safetensors" * 100
     assert fetch_bundle(other, bundle) == directory
@@ -303,7 +311,7 @@ def test_one_file_of_a_bundle_is_fetched_without_the_others(place, weather, tmp_
     for rank in range(3):
         (made / f"rank-{rank}").write_bytes(bytes([rank]) * 1000)
     bundle = publish_bundle(place.open(), made, prefix="states")
-    monkeypatch.setattr(infra.store.bundles, "_known", {})
+    monkeypatch.setattr(rheostat.infra.store.bundles, "_known", {})
     other = open_elsewhere(place, tmp_path / "other")
     assert (fetch_bundle_files(other, bundle, ["rank-1"]) / "rank-1").read_bytes() == b"\1" * 1000
     fetched = {
@@ -362,7 +370,7 @@ def test_every_object_is_encrypted_as_configured_in_the_environment(s3_servers, 
     """Write records, leases, and files in one request or in parts. All requests and stored objects are encrypted."""
     for name, value in {"AWS_SERVER_SIDE_ENCRYPTION": kind, **ENCRYPTIONS[kind]}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(rheostat.infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
@@ -391,7 +399,7 @@ def _put_all_kinds(store, directory):
 def test_a_customer_key_is_sent_with_every_object_that_is_written_or_read(s3_servers, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "sse-c")
     monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", base64.b64encode(bytes(range(32))).decode())
-    monkeypatch.setattr(infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(rheostat.infra.store.bucket_store, "WHOLE_BYTES", 1 << 20)
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):
         store = server.place(endpoint=endpoint).open()

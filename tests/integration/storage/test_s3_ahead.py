@@ -7,17 +7,17 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-import infra.store.bucket_store
-from infra.pools.inputs import WorkInputs
-from infra.pools.threads import ThreadCluster
-from infra.pools.worker import PoolSpec
-from infra.store.bundles import publish_bundle
-from infra.store.cache import Cache
-from infra.store.manifests import Manifest
-from infra.store.run_record import RunRecord
-from infra.store.runs import Run
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
+import rheostat.infra.store.bucket_store
+from rheostat.infra.pools.inputs import WorkInputs
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.cache import Cache
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.run_record import RunRecord
+from rheostat.infra.store.runs import Run
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
 from tests.support.s3_proxy import Fault, s3_proxy
 
 pytestmark = pytest.mark.s3
@@ -93,6 +93,6 @@ def test_cached_copies_of_a_tombstoned_shard_are_not_used(far, monkeypatch):
     assert [run.store.cached_copy(shard.key) is not None for shard in shards] == [False, *[True] * 5]
     with run.lock():
         run.commit(Manifest(key="retention/it-0001"))
-    monkeypatch.setattr(infra.store.bucket_store, "_known_copies", set())
+    monkeypatch.setattr(rheostat.infra.store.bucket_store, "_known_copies", set())
     WorkInputs(run.store).download(shards)
     assert not any(run.store.cached_copy(shard.key) for shard in shards) and not gets(weather, shards[0].digest)

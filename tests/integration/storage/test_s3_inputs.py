@@ -7,9 +7,9 @@ from pathlib import Path
 import boto3
 import pytest
 
-from infra.errors import BadInput
-from infra.store.inputs import fetch_path
-from infra.store.storage import open_store
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.store.storage import open_store
 from tests.support.s3_proxy import Fault, s3_proxy
 from tests.support.s3_servers import ACCESS_KEY, SECRET_KEY
 

@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-import infra.store.bundles
-from infra.errors import Damaged
-from infra.store.bundles import complete_put_bundle, fetch_bundle, has_bundle, publish_bundle, verify_while_reading
-from infra.store.staging import find_readable_store, upload_staged_bundle, upload_staged_files
-from infra.store.storage import open_store
+import rheostat.infra.store.bundles
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import (
+    complete_put_bundle,
+    fetch_bundle,
+    has_bundle,
+    publish_bundle,
+    verify_while_reading,
+)
+from rheostat.infra.store.staging import find_readable_store, upload_staged_bundle, upload_staged_files
+from rheostat.infra.store.storage import open_store
 from tests.support.stores import write_files
 
 pytestmark = pytest.mark.s3
@@ -32,7 +38,7 @@ def staged(store, monkeypatch):
     with store.staging().scratch() as scratch:
         write_files(scratch, FILES)
         bundle = publish_bundle(store.staging(), scratch, prefix="policies", durable=False)
-    monkeypatch.setattr(infra.store.bundles, "_known", {})
+    monkeypatch.setattr(rheostat.infra.store.bundles, "_known", {})
     return bundle
 
 

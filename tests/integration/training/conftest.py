@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.records.versions import ModelVersion
+from rheostat.models.records.versions import ModelVersion
 from tests.support.training import publish_scratch
 
 

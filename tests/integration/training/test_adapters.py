@@ -13,23 +13,23 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.errors import BadInput
-from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
-from infra.store.storage import open_store
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.local.engine import HuggingFaceEngine
-from models.engines.protocol import Completion
-from models.modeling.adapters import add_adapters, load_trainable, save_adapters
-from models.modeling.critic import load_critic, write_critic
-from models.modeling.directory import check_directory, copy_directory, write_merged
-from models.modeling.layout import lay_out
-from models.modeling.merging import load_merged, merge, read_adapter
-from models.modeling.policy import load_policy
-from models.records.model_input import ModelInput
-from models.records.versions import ModelVersion, Outcome
-from models.training.frozen import load_frozen_policy
-from models.training.versions import LoadedModels
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.modeling.adapters import add_adapters, load_trainable, save_adapters
+from rheostat.models.modeling.critic import load_critic, write_critic
+from rheostat.models.modeling.directory import check_directory, copy_directory, write_merged
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.merging import load_merged, merge, read_adapter
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.training.frozen import load_frozen_policy
+from rheostat.models.training.versions import LoadedModels
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.critics import critic_work, start_critic
 from tests.support.engines import MIXED, POLICY
 from tests.support.policies import write_adapter, write_policy

@@ -15,19 +15,19 @@ from transformers import (
     Gemma3TextConfig,
 )
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import open_store
-from models.config.algorithms import CriticConfig, Ppo
-from models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
-from models.modeling.logprobs import ForwardInput
-from models.modeling.policy import load_policy, save_policy
-from models.records.schemas import ESTIMATE_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
-from models.text.tokenizer import load_tokenizer, train_tokenizer
-from models.workers.preparation import PreparationWorker
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.shards import ShardRef, read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import CriticConfig, Ppo
+from rheostat.models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
+from rheostat.models.modeling.logprobs import ForwardInput
+from rheostat.models.modeling.policy import load_policy, save_policy
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
+from rheostat.models.text.tokenizer import load_tokenizer, train_tokenizer
+from rheostat.models.workers.preparation import PreparationWorker
 from tests.support.critics import ALGORITHM, critic_work, start_critic
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
 from tests.support.processes import preload
@@ -217,7 +217,7 @@ def test_estimates_are_the_same_bits_before_and_after_an_update(uri, policy, cri
 def test_an_estimate_does_not_reload_the_models_of_a_hot_worker(uri, policy, critic, caplog):
     worker = start_critic(uri)
     outcome = worker.update(critic_work(uri, policy, critic))
-    with caplog.at_level("INFO", logger="models.training.versions"):
+    with caplog.at_level("INFO", logger="rheostat.models.training.versions"):
         caplog.clear()
         worker.estimate(replace(estimate_work(uri, outcome.model, outcome.critic), reference=None))
         again = worker.update(critic_work(uri, outcome.model, outcome.critic))

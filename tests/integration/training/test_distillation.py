@@ -12,26 +12,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.errors import BadInput, EndpointDown, WorkerFailed
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import DistillationOnly, Grpo
-from models.config.objectives import UpdateConfig
-from models.config.reward_terms import NumericReward
-from models.config.rewards import ScoringConfig
-from models.config.teachers import Distillation, TeacherDirectory
-from models.data.problems import load_problems
-from models.inspection.other_models import check_teacher
-from models.modeling.layout import lay_out
-from models.records.model_input import ModelInput
-from models.records.schemas import score_schema
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import CreditWork, EstimateWork, ScoredShard
-from models.text.tokenizer import load_tokenizer, scratch_tokenizer
-from models.training.auxiliary import build_endpoint_forward, build_model_forward
-from models.training.frozen import load_frozen_policy
-from models.training.ranks import Ranks
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.errors import BadInput, EndpointDown, WorkerFailed
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import DistillationOnly, Grpo
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.reward_terms import NumericReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.teachers import Distillation, TeacherDirectory
+from rheostat.models.data.problems import load_problems
+from rheostat.models.inspection.other_models import check_teacher
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import score_schema
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import CreditWork, EstimateWork, ScoredShard
+from rheostat.models.text.tokenizer import load_tokenizer, scratch_tokenizer
+from rheostat.models.training.auxiliary import build_endpoint_forward, build_model_forward
+from rheostat.models.training.frozen import load_frozen_policy
+from rheostat.models.training.ranks import Ranks
+from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.chat_server import Reply
 from tests.support.policies import write_scratch
 from tests.support.processes import preload

@@ -7,30 +7,30 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra.store import bundles
-from infra.store.bundles import describe_stored_files, fetch_bundle, publish_bundle, verify_bundle
-from infra.store.shards import write_shard
-from infra.store.storage import open_store
-from models.config.denoising import DenoisingConfig
-from models.config.divergence import KlPenalty
-from models.config.engines import DiffusersEngine
-from models.config.lora import LoraConfig
-from models.config.objectives import NoCorrection, PpoClip, UpdateConfig
-from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.policy import write_scratch_diffusion
-from models.denoising.steps import GenerationSetup, StepLogprobs
-from models.engines.image_generation import DiffusersImageEngine
-from models.engines.protocol import Request
-from models.modeling.layout import lay_out
-from models.records.media import MEDIA, Gallery, Media
-from models.records.model_input import ModelInput
-from models.records.pictures import build_picture_table
-from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import UpdateWork
-from models.text.tokenizer import load_tokenizer
+from rheostat.infra.store import bundles
+from rheostat.infra.store.bundles import describe_stored_files, fetch_bundle, publish_bundle, verify_bundle
+from rheostat.infra.store.shards import write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.engines import DiffusersEngine
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import NoCorrection, PpoClip, UpdateConfig
+from rheostat.models.config.policy import ScratchDiffusionPolicy
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.policy import write_scratch_diffusion
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.engines.image_generation import DiffusersImageEngine
+from rheostat.models.engines.protocol import Request
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.records.media import MEDIA, Gallery, Media
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.pictures import build_picture_table
+from rheostat.models.records.schemas import SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.text.tokenizer import load_tokenizer
 from tests.support.processes import preload
 from tests.support.update_workers import change, gradients, start_worker
 

@@ -11,23 +11,23 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, GptOssConfig, MiniMaxM2Config, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from infra.errors import BadInput, Damaged
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Distillation, DistillationOnly
-from models.config.engines import SamplingConfig
-from models.config.lora import LoraConfig
-from models.config.rollout import PartialRollout
-from models.config.teachers import TeacherDirectory
-from models.modeling.experts import record_chosen_experts, routers
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.policy import load_policy
-from models.modeling.replayed_experts import can_replay
-from models.records.model_input import ModelInput, rollout_inputs
-from models.records.schemas import EXPERTS, FinishReason
-from models.records.versions import ModelVersion
-from models.records.work import EstimateWork, ScoredShard
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Distillation, DistillationOnly
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.rollout import PartialRollout
+from rheostat.models.config.teachers import TeacherDirectory
+from rheostat.models.modeling.experts import record_chosen_experts, routers
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.replayed_experts import can_replay
+from rheostat.models.records.model_input import ModelInput, rollout_inputs
+from rheostat.models.records.schemas import EXPERTS, FinishReason
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import EstimateWork, ScoredShard
 from tests.support.engines import MIXED, engine_of, plain_logprobs, publish, publish_adapter
 from tests.support.mixtures import KINDS, publish_mixture, replayed_work
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.storage import open_store
-from models.config.lora import LoraConfig
-from models.modeling.layout import lay_out
-from models.modeling.policy import load_policy
-from models.modeling.trials import is_sharded
-from models.records.model_input import ModelInput
-from models.records.versions import ModelVersion
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.trials import is_sharded
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion
 from tests.support.model_families import write_family
 from tests.support.processes import preload
 from tests.support.seeing import prompts_of, publish_seeing, write_media

@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from models.config.divergence import KlPenalty
-from models.config.objectives import (
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.objectives import (
     ConstantMean,
     MaskedImportance,
     NoCorrection,

@@ -8,13 +8,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from infra.store.bundles import fetch_bundle
-from infra.store.storage import open_store
-from models.config.divergence import NoKl
-from models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, PpoClip, SequenceMean, TokenMean
-from models.records.versions import ModelVersion
-from models.records.work import UpdateWork
-from models.text.tokenizer import load_tokenizer
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.divergence import NoKl
+from rheostat.models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, PpoClip, SequenceMean, TokenMean
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.text.tokenizer import load_tokenizer
 from tests.support.update_workers import UNCLIPPED, change, gradients, read_rows, start_worker, update_work, with_rows
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns

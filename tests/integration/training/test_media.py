@@ -5,29 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.cli.app import main
-from flows.cli.output import rollout_text
-from infra.errors import BadInput
-from infra.store.bundles import publish_bundle
-from infra.store.runs import create_run
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.data import FileData
-from models.config.images import PixelLimits
-from models.data import images
-from models.data.images import digest_of, media_tables
-from models.records.media import Media
-from models.records.model_input import prompt_inputs
-from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import PromptWork
-from models.rollouts.forgotten import erase_prompts, find_prompts
-from models.rollouts.preview import read_samples
-from models.vision.families import ImageSize
-from models.vision.pixels import limit_pixels, load_limited_processor
-from models.vision.processor import load_processor
-from models.workers.preparation import PreparationWorker
-from tasks.views.runs import write_image
+from rheostat.flows.cli.app import main
+from rheostat.flows.cli.output import rollout_text
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.runs import create_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.data import FileData
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.data import images
+from rheostat.models.data.images import digest_of, media_tables
+from rheostat.models.records.media import Media
+from rheostat.models.records.model_input import prompt_inputs
+from rheostat.models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import PromptWork
+from rheostat.models.rollouts.forgotten import erase_prompts, find_prompts
+from rheostat.models.rollouts.preview import read_samples
+from rheostat.models.vision.families import ImageSize
+from rheostat.models.vision.pixels import limit_pixels, load_limited_processor
+from rheostat.models.vision.processor import load_processor
+from rheostat.models.workers.preparation import PreparationWorker
+from rheostat.tasks.views.runs import write_image
 from tests.support.pictures import picture
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.vision import write_seeing

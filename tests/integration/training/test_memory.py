@@ -10,18 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.processes.heap import heap_variables
-from infra.store.shards import ShardRef, write_shard
-from infra.store.storage import open_store
-from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
-from models.config.divergence import KlPenalty
-from models.config.lora import LoraConfig
-from models.config.objectives import UpdateConfig
-from models.config.policy import ScratchPolicy
-from models.inspection.plain import DecoderSizes
-from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import UpdateWork
+from rheostat.infra.processes.heap import heap_variables
+from rheostat.infra.store.shards import ShardRef, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.records.schemas import SAMPLE_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import UpdateWork
 from tests.support.training import TINY, publish_scratch
 from tests.support.update_workers import start_worker
 

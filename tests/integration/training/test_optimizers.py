@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.config.objectives import UpdateConfig
-from models.config.optimizers import Adam8bit, Muon
-from models.data.problems import load_problems
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import build_scratch
-from models.text.tokenizer import scratch_tokenizer
-from models.training.layouts import StateLayout, convert_state
-from models.training.optimizers import adam8bit, adamw, hidden_matrices, muon
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.optimizers import Adam8bit, Muon
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import build_scratch
+from rheostat.models.text.tokenizer import scratch_tokenizer
+from rheostat.models.training.layouts import StateLayout, convert_state
+from rheostat.models.training.optimizers import adam8bit, adamw, hidden_matrices, muon
 from tests.support.training import DATA, TINY
 from tests.support.update_workers import CONFIG, change, update_once
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from infra.errors import Quarantined
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.storage import open_store
-from models.config.judges import TrainedRewardModel
-from models.config.objectives import UpdateConfig
-from models.config.preferences import ArithmeticPreferences
-from models.config.training import DpoConfig, WarmupConfig
-from models.data.preferences import load_preferences
-from models.modeling.reward_model import load_reward_model, score
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
-from models.text.sequences import encode, policy_pairs
-from models.text.tokenizer import load_tokenizer
+from rheostat.infra.errors import Quarantined
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.judges import TrainedRewardModel
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.preferences import ArithmeticPreferences
+from rheostat.models.config.training import DpoConfig, WarmupConfig
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.modeling.reward_model import load_reward_model, score
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import PreferenceWork, RewardModelWork, WarmupWork
+from rheostat.models.text.sequences import encode, policy_pairs
+from rheostat.models.text.tokenizer import load_tokenizer
 from tests.support import update_workers
 from tests.support.processes import preload
 from tests.support.training import DATA

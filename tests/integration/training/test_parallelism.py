@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.errors import BadInput
-from models.config.objectives import UpdateConfig
-from models.config.optimizers import Adam8bit, Muon
-from models.records.versions import Outcome
-from models.records.work import UpdateWork
-from models.training.layouts import StateLayout, convert_state
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.optimizers import Adam8bit, Muon
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import UpdateWork
+from rheostat.models.training.layouts import StateLayout, convert_state
 from tests.support.mixtures import publish_mixture, replayed_work
 from tests.support.processes import preload
 from tests.support.seeing import publish_seeing, seen_work

@@ -13,22 +13,22 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.data import DataConfig, FileData, MixtureData, WeightedFile
-from models.config.policy import DirectoryPolicy
-from models.data.problems import Message, Problem, load_problems
-from models.inspection.plain import DecoderSizes
-from models.modeling.directory import check_directory, copy_directory
-from models.modeling.policy import load_policy
-from models.records.model_input import ModelInput
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import Outcome
-from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
-from models.workers.preparation import PreparationWorker
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.data import DataConfig, FileData, MixtureData, WeightedFile
+from rheostat.models.config.policy import DirectoryPolicy
+from rheostat.models.data.problems import Message, Problem, load_problems
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.modeling.directory import check_directory, copy_directory
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import PolicyWork, PromptWork
+from rheostat.models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
+from rheostat.models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy, write_scratch
 from tests.support.processes import preload, process
 
@@ -300,7 +300,7 @@ def test_progress_grows_with_the_work(tmp_path):
 MAKER = """
 import signal, sys
 from pathlib import Path
-from models.workers import preparation
+from rheostat.models.workers import preparation
 from tests.support.policies import TINY, make_policy
 preparation.publish_bundle = lambda *arguments, **options: (print("written", flush=True), signal.pause())
 make_policy(Path(sys.argv[1]), TINY)

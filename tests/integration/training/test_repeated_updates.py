@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from infra.errors import Damaged
-from infra.store.bundles import delete_bundle, has_bundle
-from infra.store.storage import open_store
-from models.training.ranks import Ranks
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.bundles import delete_bundle, has_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.training.ranks import Ranks
 from tests.support.update_workers import CONFIG, chain, change, distance, load_trained, start_worker, update_work
 
 OTHER_ORDER = change(CONFIG, microbatch_tokens=60)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
-from models.modeling.critic import TokenValues
-from models.modeling.layout import MicroBatch, lay_out
-from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.records.model_input import ModelInput
-from models.training.ranks import join_ranks
+from rheostat.models.modeling.critic import TokenValues
+from rheostat.models.modeling.layout import MicroBatch, lay_out
+from rheostat.models.modeling.logprobs import TokenLogprobs, TokenModule
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.training.ranks import join_ranks
 from tests.support import families
 from tests.support.families import FAMILIES, build
 from tests.support.processes import preload

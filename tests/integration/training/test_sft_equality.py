@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from models.config.texts import TextRules
-from models.config.training import ChatTraining
-from models.data.examples import Example
-from models.data.problems import Message, TemplateArguments
-from models.data.training_chats import TrainingChat, load_chats
-from models.modeling.logprobs import TokenLogprobs
-from models.text.sequences import example_inputs
-from models.text.training_rows import encode_rows
-from models.text.whole_chats import ChatEncoder
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.examples import Example
+from rheostat.models.data.problems import Message, TemplateArguments
+from rheostat.models.data.training_chats import TrainingChat, load_chats
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.text.sequences import example_inputs
+from rheostat.models.text.training_rows import encode_rows
+from rheostat.models.text.whole_chats import ChatEncoder
 from tests.support.chat_templates import FIND, tokenizer_of
 from tests.support.data_files import write_lines
 from tests.support.sft import assert_same_training, train_module, train_with_trl

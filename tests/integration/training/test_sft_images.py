@@ -13,16 +13,16 @@ from transformers import (
     Qwen3VLProcessor,
 )
 
-from models.config.texts import TextRules
-from models.config.training import ChatTraining
-from models.data.images import digest_of
-from models.data.training_chats import load_chats
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_vision
-from models.records.media import InMemoryImages
-from models.text.tokenizer import load_tokenizer
-from models.text.training_rows import encode_rows
-from models.vision.processor import load_processor
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.images import digest_of
+from rheostat.models.data.training_chats import load_chats
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.records.media import InMemoryImages
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.text.training_rows import encode_rows
+from rheostat.models.vision.processor import load_processor
 from tests.support.data_files import write_lines
 from tests.support.sft import assert_same_training, collect_gradients, train_module, train_with_trl
 from tests.support.vision import FAMILIES, picture, write_seeing

@@ -8,22 +8,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infra.store.bundles import publish_bundle
-from infra.store.storage import open_store
-from models.commands.memory import frozen_bytes, loading_bytes
-from models.config.lora import LoraConfig
-from models.config.objectives import UpdateConfig
-from models.modeling.adapters import outline
-from models.modeling.critic import TokenValues, load_critic, write_critic
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.parameter_storage import ParameterStorage
-from models.modeling.policy import load_policy
-from models.modeling.reward_model import load_reward_model
-from models.modeling.trials import float32_trials
-from models.records.versions import ModelVersion
-from models.training import versions
-from models.training.frozen import load_frozen_policy
-from models.training.ranks import join_ranks
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.commands.memory import frozen_bytes, loading_bytes
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.adapters import outline
+from rheostat.models.modeling.critic import TokenValues, load_critic, write_critic
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.parameter_storage import ParameterStorage
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.reward_model import load_reward_model
+from rheostat.models.modeling.trials import float32_trials
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.training import versions
+from rheostat.models.training.frozen import load_frozen_policy
+from rheostat.models.training.ranks import join_ranks
 from tests.support.model_families import write_family
 from tests.support.processes import preload
 from tests.support.update_workers import CONFIG, change, start_ranks, start_worker, update_work

@@ -3,8 +3,8 @@
 import deepspeed
 import pytest
 
-from infra.store.bundles import fetch_bundle
-from infra.store.storage import open_store
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.storage import open_store
 from tests.support.update_workers import CONFIG, change, start_worker, update_work
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from infra.store.bundles import CONTENTS, fetch_bundle
-from infra.store.storage import open_store
-from models.modeling import safetensors
-from models.modeling.policy import load_policy
-from models.training import publishing
+from rheostat.infra.store.bundles import CONTENTS, fetch_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.modeling import safetensors
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.training import publishing
 from tests.support.processes import preload
 from tests.support.training import publish_scratch
 from tests.support.update_workers import CONFIG, change, start_ranks, start_worker, update_work

@@ -9,20 +9,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle, has_bundle, publish_bundle
-from infra.store.storage import open_store
-from models.config.data import FileData
-from models.config.divergence import NoKl
-from models.config.objectives import SequenceMean
-from models.config.optimizers import Adam8bit, Muon
-from models.config.training import WarmupConfig
-from models.data.problems import load_problems
-from models.modeling.policy import build_scratch, save_policy
-from models.records.versions import ModelVersion
-from models.records.work import WarmupWork
-from models.text.tokenizer import scratch_tokenizer
-from models.training.states import StateWriter
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle, has_bundle, publish_bundle
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.data import FileData
+from rheostat.models.config.divergence import NoKl
+from rheostat.models.config.objectives import SequenceMean
+from rheostat.models.config.optimizers import Adam8bit, Muon
+from rheostat.models.config.training import WarmupConfig
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import WarmupWork
+from rheostat.models.text.tokenizer import scratch_tokenizer
+from rheostat.models.training.states import StateWriter
 from tests.support.training import DATA, TINY
 from tests.support.update_workers import (
     CONFIG,

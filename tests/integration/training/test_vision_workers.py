@@ -9,37 +9,37 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.algorithms import DistillationOnly
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.images import PixelLimits
-from models.config.lora import LoraConfig
-from models.config.policy import VisionScratchPolicy
-from models.config.teachers import Distillation, TeacherDirectory
-from models.config.texts import TextRules
-from models.config.training import SupervisedWarmup
-from models.data.examples import Example
-from models.data.problems import Problem
-from models.inspection.directory import inspect_directory, inspect_policy
-from models.inspection.images import check_teacher_images
-from models.modeling import initial
-from models.modeling.adapters import adapted_layers
-from models.modeling.directory import check_directory, copy_directory
-from models.modeling.initial import iterate_texts
-from models.modeling.policy import load_policy, load_vision
-from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
-from models.training import versions
-from models.training.offline import TrainingCallbacks
-from models.training.samples import open_samples
-from models.training.supervised import SupervisedData, encode_examples, fine_tune
-from models.training.versions import ResidentTrainer
-from models.vision import tower
-from models.vision.parts import part_of
-from models.vision.processor import load_processor
-from models.workers.rollout import RolloutWorker
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import DistillationOnly
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.policy import VisionScratchPolicy
+from rheostat.models.config.teachers import Distillation, TeacherDirectory
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.data.examples import Example
+from rheostat.models.data.problems import Problem
+from rheostat.models.inspection.directory import inspect_directory, inspect_policy
+from rheostat.models.inspection.images import check_teacher_images
+from rheostat.models.modeling import initial
+from rheostat.models.modeling.adapters import adapted_layers
+from rheostat.models.modeling.directory import check_directory, copy_directory
+from rheostat.models.modeling.initial import iterate_texts
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
+from rheostat.models.training import versions
+from rheostat.models.training.offline import TrainingCallbacks
+from rheostat.models.training.samples import open_samples
+from rheostat.models.training.supervised import SupervisedData, encode_examples, fine_tune
+from rheostat.models.training.versions import ResidentTrainer
+from rheostat.models.vision import tower
+from rheostat.models.vision.parts import part_of
+from rheostat.models.vision.processor import load_processor
+from rheostat.models.workers.rollout import RolloutWorker
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -210,8 +210,8 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
     encoded = [*PICTURES.values()]
     examples = [Example("How many red?", f"#### {row % 4}", (encoded[row % 4],)) for row in range(4 * 150)]
-    from models.modeling.logprobs import TokenLogprobs
-    from models.records.media import InMemoryImages
+    from rheostat.models.modeling.logprobs import TokenLogprobs
+    from rheostat.models.records.media import InMemoryImages
 
     ranks = start_worker(uri)._require_models().ranks
     vision = load_vision(directory, source=InMemoryImages(PICTURES))

@@ -13,20 +13,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from flows.cli.app import main
-from infra.errors import BadInput
-from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
-from infra.store.storage import open_store
-from models.config.lora import LoraConfig
-from models.config.policy import MergeParent, MergePolicy
-from models.inspection.directory import inspect_policy
-from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy
-from models.modeling.safetensors import TensorOutline, streamed_pieces
-from models.modeling.weighted_sum import policy_digest, weighted_sum, write_merge
-from models.records.merges import Adapters, MergeWork, Parent, start_of
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.policy import MergeParent, MergePolicy
+from rheostat.models.inspection.directory import inspect_policy
+from rheostat.models.modeling.merging import load_merged
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.safetensors import TensorOutline, streamed_pieces
+from rheostat.models.modeling.weighted_sum import policy_digest, weighted_sum, write_merge
+from rheostat.models.records.merges import Adapters, MergeWork, Parent, start_of
 from tests.support.policies import make_policy, small_tokenizer, write_adapter, write_policy
 
 WEIGHTS = "model.safetensors"
@@ -330,8 +330,8 @@ def test_summing_parents_of_two_gigabytes_needs_memory_for_one_tensor_of_each(tm
     code = """
 import resource, sys
 from pathlib import Path
-from models.modeling.weighted_sum import compare_parents, write_merge
-from models.records.merges import MergeWork, Parent
+from rheostat.models.modeling.weighted_sum import compare_parents, write_merge
+from rheostat.models.records.merges import MergeWork, Parent
 ways = tuple(Parent(path, Path(path), weight) for path, weight in zip(sys.argv[1:3], (1.75, -0.75)))
 compare_parents(ways, unrelated=False, casts=False)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

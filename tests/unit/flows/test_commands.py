@@ -12,12 +12,12 @@ from typing import get_args
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli.app import app, main
-from flows.cli.prefect_api import prefect_api
-from flows.cli.reference import PAGE, README, commands_of, reference, replace_table
-from infra.errors import ApiFailed
-from infra.store.runs import create_run
-from infra.terminal import parse_port, parse_port_or_free, parse_whole_number
+from rheostat.flows.cli.app import app, main
+from rheostat.flows.cli.prefect_api import prefect_api
+from rheostat.flows.cli.reference import PAGE, README, commands_of, reference, replace_table
+from rheostat.infra.errors import ApiFailed
+from rheostat.infra.store.runs import create_run
+from rheostat.infra.terminal import parse_port, parse_port_or_free, parse_whole_number
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.refusals import read_cases
 
@@ -27,7 +27,7 @@ COMMANDS = {" ".join(words): command for words, command in commands_of(app())}
 def test_the_help_names_every_command_and_imports_none_of_them():
     code = """
 import sys
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 assert not any(main(words) for words in (["--help"], ["engine", "--help"], ["train", "--help"], ["rescore", "--help"]))
 heavy = {"pydantic", "numpy", "pyarrow", "prefect", "tasks", "models", "httpx"} & set(sys.modules)
 sys.exit(str(heavy) if heavy else 0)

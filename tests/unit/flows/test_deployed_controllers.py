@@ -8,15 +8,15 @@ from uuid import uuid4
 import pytest
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
-from flows import deployed_controllers
-from flows.deployed_controllers import DeployedController
-from infra.errors import WorkerFailed, WorkerLost
-from infra.store.manifests import Manifest, provenance_here
-from infra.store.runs import create_run, open_run
-from tasks.config.run import RunConfig
-from tasks.run import work_queue
-from tasks.run.keys import StageKey
-from tasks.run.work_queue import BatchRequest, ControllerSpan, messages_folder, read_messages
+from rheostat.flows import deployed_controllers
+from rheostat.flows.deployed_controllers import DeployedController
+from rheostat.infra.errors import WorkerFailed, WorkerLost
+from rheostat.infra.store.manifests import Manifest, provenance_here
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run import work_queue
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.work_queue import BatchRequest, ControllerSpan, messages_folder, read_messages
 
 REWARDS = {"rewards": [{"kind": "numeric"}]}
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-import infra.store.hub
-from flows.cli.app import main
+import rheostat.infra.store.hub
+from rheostat.flows.cli.app import main
 
 SERVER = """#!{python} -S
 import sys
@@ -25,11 +25,11 @@ def test_a_model_on_the_hub_is_fetched_and_its_files_are_served(hub, tmp_path, c
     python.parent.mkdir()
     python.write_text(SERVER.format(python=sys.executable, words=str(words)))
     python.chmod(0o755)
-    infra.store.hub._query_commit.cache_clear()
+    rheostat.infra.store.hub._query_commit.cache_clear()
     assert main(["engine", "serve", "vllm", "team/tiny", f"python={json.dumps(str(python))}"]) == 1
     assert "the server of this test ends" in capsys.readouterr().err
     options = words.read_text().splitlines()
-    folder = infra.store.hub.cache_folder() / "models--team--tiny" / "snapshots" / commit
+    folder = rheostat.infra.store.hub.cache_folder() / "models--team--tiny" / "snapshots" / commit
     for option, value in (("--model", str(folder)), ("--max-model-len", "64")):
         assert options[options.index(option) + 1] == value
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {

@@ -1,7 +1,7 @@
 """Lines of the command line about what was deleted."""
 
-from flows.cli.output import deletion_lines
-from infra.store.tombstones import Tombstone
+from rheostat.flows.cli.output import deletion_lines
+from rheostat.infra.store.tombstones import Tombstone
 
 
 def test_deleted_policies_states_and_rollouts_are_counted_by_their_kind():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.store.storage import open_store
+from rheostat.infra.store.storage import open_store
 
 
 @pytest.fixture

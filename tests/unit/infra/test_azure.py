@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from infra.errors import BadInput
-from infra.store.storage import open_store
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.storage import open_store
 
 KEY = "a2V5"
 

@@ -9,9 +9,9 @@ import time
 import pytest
 from blake3 import blake3
 
-from infra.errors import BadInput, Damaged
-from infra.store import bundles
-from infra.store.bundles import (
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store import bundles
+from rheostat.infra.store.bundles import (
     BundledFile,
     BundleRef,
     delete_bundle,
@@ -21,9 +21,9 @@ from infra.store.bundles import (
     sync_bundle,
     verify_while_reading,
 )
-from infra.store.checksums import digest_file
-from infra.store.file_writer import write_hashed
-from infra.store.storage import open_store
+from rheostat.infra.store.checksums import digest_file
+from rheostat.infra.store.file_writer import write_hashed
+from rheostat.infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 from tests.support.stores import RacedStore, flip_bit, read_files, write_files
 
@@ -281,7 +281,7 @@ def test_every_existing_bundle_is_complete_after_its_publisher_is_killed(store, 
 FORKED = """
 import os, signal, sys
 from pathlib import Path
-from infra.store import checksums
+from rheostat.infra.store import checksums
 checksums.MIN_THREADED_BYTES = 1
 path = Path(sys.argv[1])
 before = checksums.digest_file(path)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infra.errors import BadInput
-from infra.store.cache import MIN_KEPT_SECONDS, Cache, open_cache
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.cache import MIN_KEPT_SECONDS, Cache, open_cache
 
 TAG = '"0cc175b9c0f1b6a831c399e269772661"'
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infra.errors import Damaged
-from infra.store.chain import Chain, check_chain, complete_manifests, linked_parts
-from infra.store.checksums import seal
-from infra.store.local import LocalStore
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.chain import Chain, check_chain, complete_manifests, linked_parts
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
 
 
 @pytest.fixture

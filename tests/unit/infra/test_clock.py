@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from infra.processes.clock import CallClock, process_tree
+from rheostat.infra.processes.clock import CallClock, process_tree
 
 TREE = """
 import subprocess, sys, threading

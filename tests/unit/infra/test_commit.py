@@ -7,8 +7,8 @@ import zipfile
 
 import pytest
 
-import infra.commit
-from infra.commit import describe_checkout, find_commit
+import rheostat.infra.commit
+from rheostat.infra.commit import describe_checkout, find_commit
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
 
@@ -33,7 +33,7 @@ def test_a_wheel_names_the_commit_that_it_was_built_from(checkout, tmp_path, mon
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extract("infra/commit.txt", tmp_path)
-    monkeypatch.setattr(infra.commit, "_WRITTEN", tmp_path / "infra/commit.txt")
+    monkeypatch.setattr(rheostat.infra.commit, "_WRITTEN", tmp_path / "infra/commit.txt")
     assert find_commit() == commit
     assert run_command("--version").output.rstrip().endswith(f"({commit})")
 

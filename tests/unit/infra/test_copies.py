@@ -6,14 +6,14 @@ from itertools import count
 
 import pytest
 
-import infra.store.local
-from infra.errors import BadInput, Conflict, Damaged, RunLocked
-from infra.store.copies import copy_run
-from infra.store.disk import publish_file
-from infra.store.local import LocalStore
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, list_runs, open_run
-from infra.store.verify import verify_store
+import rheostat.infra.store.local
+from rheostat.infra.errors import BadInput, Conflict, Damaged, RunLocked
+from rheostat.infra.store.copies import copy_run
+from rheostat.infra.store.disk import publish_file
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, list_runs, open_run
+from rheostat.infra.store.verify import verify_store
 from tests.support.jobs import files_of, leftovers_of
 from tests.support.processes import preload, process
 from tests.support.stores import publish_number_policy, write_number_shard
@@ -60,7 +60,7 @@ def copy_and_die(source, target, write):
             os.kill(os.getpid(), signal.SIGKILL)
         return publish_file(*arguments, **named)
 
-    infra.store.local.publish_file = publish
+    rheostat.infra.store.local.publish_file = publish
     copy(source, target)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.counts import format_count
+from rheostat.infra.counts import format_count
 
 
 @pytest.mark.parametrize(

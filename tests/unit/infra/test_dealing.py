@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.errors import BadInput
-from infra.pools.slot import Assignment, assign_fewer, assign_slots, changes
+from rheostat.infra.errors import BadInput
+from rheostat.infra.pools.slot import Assignment, assign_fewer, assign_slots, changes
 
 WIDTHS = {"rollout": 1, "judge": 2, "model": 3}
 

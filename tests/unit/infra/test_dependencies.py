@@ -2,10 +2,10 @@
 
 import pytest
 
-from infra.errors import Damaged, RunChanged
-from infra.store.chain import Chain, check_chain
-from infra.store.checksums import seal
-from infra.store.dependencies import (
+from rheostat.infra.errors import Damaged, RunChanged
+from rheostat.infra.store.chain import Chain, check_chain
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.dependencies import (
     DEPENDENCIES,
     Dependencies,
     FileContent,
@@ -14,9 +14,9 @@ from infra.store.dependencies import (
     dependency_records,
     record_dependencies,
 )
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
-from infra.store.verify import verify_store
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.infra.store.verify import verify_store
 from tests.support.jobs import files_of
 from tests.support.stores import flip_bit
 

@@ -17,7 +17,7 @@ from jsonschema import validate as validate_json
 from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from prefect.workers.base import BaseJobConfiguration
 
-from infra.environments.gpus import TORCH_VARIABLE
+from rheostat.infra.environments.gpus import TORCH_VARIABLE
 from tests.support.jobs import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"
@@ -118,7 +118,7 @@ def test_a_wheel_has_the_files_of_deployments_and_demonstrations_and_init_writes
     subprocess.run(build, env=here, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    rheostat = [sys.executable, "-c", "import sys; from flows.cli.app import main; sys.exit(main())"]
+    rheostat = [sys.executable, "-c", "import sys; from rheostat.flows.cli.app import main; sys.exit(main())"]
     installed = {"cwd": tmp_path, "env": here | {"PYTHONPATH": str(tmp_path / "installed")}, "check": True}
     subprocess.run([*rheostat, "init", "there", "--deployments"], **installed)
     subprocess.run([*rheostat, "init", "mine", "--example", "tools"], **installed)

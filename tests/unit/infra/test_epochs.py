@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infra.store.epochs import SharedCall
+from rheostat.infra.store.epochs import SharedCall
 from tests.support.jobs import wait_for
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from infra.store.bundles import BundledFile
-from infra.store.file_writer import (
+from rheostat.infra.store.bundles import BundledFile
+from rheostat.infra.store.file_writer import (
     FILES_AT_ONCE,
     PIECES_IN_FLIGHT,
     describe_pieces,

@@ -8,18 +8,18 @@ from itertools import count
 
 import pytest
 
-from flows.cli.app import main
-from infra.errors import Damaged, Fenced, RunChanged, RunLocked
-from infra.store.bundles import fetch_bundle
-from infra.store.chain import Chain
-from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, select_runs, tag_run
-from infra.store.local import LocalStore
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
-from infra.store.shards import read_shard, tombstone_key
-from infra.store.storage import open_store
-from infra.store.tombstones import Deleted, check_not_deleted, write_tombstone
-from infra.store.verify import verify_store
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import Damaged, Fenced, RunChanged, RunLocked
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.chain import Chain
+from rheostat.infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, select_runs, tag_run
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.infra.store.shards import read_shard, tombstone_key
+from rheostat.infra.store.storage import open_store
+from rheostat.infra.store.tombstones import Deleted, check_not_deleted, write_tombstone
+from rheostat.infra.store.verify import verify_store
 from tests.support.jobs import files_of
 from tests.support.processes import preload, process
 from tests.support.stores import flip_bit, publish_number_policy, write_number_shard

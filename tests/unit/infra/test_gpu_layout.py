@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.pools.gpu_layout import GpuLayout, assign_ranks
-from infra.pools.placement_group import split_bundles
+from rheostat.infra.pools.gpu_layout import GpuLayout, assign_ranks
+from rheostat.infra.pools.placement_group import split_bundles
 
 DEDICATED = {"takes_turns": False}
 

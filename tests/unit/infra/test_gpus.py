@@ -10,9 +10,9 @@ import tomllib
 
 import pytest
 
-from infra.environments import gpus
-from infra.environments.find import DISTRIBUTIONS, Environment, check_environment_driver, pins_path
-from infra.environments.gpus import (
+from rheostat.infra.environments import gpus
+from rheostat.infra.environments.find import DISTRIBUTIONS, Environment, check_environment_driver, pins_path
+from rheostat.infra.environments.gpus import (
     MIN_DRIVERS,
     TORCH_CUDA,
     has_driver,
@@ -21,8 +21,8 @@ from infra.environments.gpus import (
     read_driver_version,
     visible_devices,
 )
-from infra.environments.install import install
-from infra.errors import BadInput
+from rheostat.infra.environments.install import install
+from rheostat.infra.errors import BadInput
 from tests.support.jobs import ROOT
 
 PROPRIETARY = """\

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from infra.processes.heap import heap_variables
+from rheostat.infra.processes.heap import heap_variables
 
 PROGRAM = """
 from pathlib import Path
-from infra.processes.heap import return_freed_memory
+from rheostat.infra.processes.heap import return_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

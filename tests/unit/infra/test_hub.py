@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 from huggingface_hub.utils import disable_progress_bars
 
-from infra.errors import BadInput
-from infra.store.hub import base_address, fetch_snapshot, list_files, resolve_commit, split_files
-from infra.store.hub_names import HubAddress, is_hub_name, parse_hub_address
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.hub import base_address, fetch_snapshot, list_files, resolve_commit, split_files
+from rheostat.infra.store.hub_names import HubAddress, is_hub_name, parse_hub_address
 
 MODEL = {
     "config.json": b'{"model_type": "llama"}',
@@ -139,7 +139,7 @@ def test_a_file_that_stays_wrong_is_refused_and_not_kept(hub, tmp_path):
 def test_a_file_that_was_damaged_before_it_was_verified_is_downloaded_again(hub, monkeypatch, name, damage):
     commit = hub.add("team/tiny", MODEL)
     with monkeypatch.context() as killed:  # the process ends after the download, before the verification
-        killed.setattr("infra.store.hub.verify_files", lambda *_, **__: None)
+        killed.setattr("rheostat.infra.store.hub.verify_files", lambda *_, **__: None)
         folder = fetch_snapshot(TINY)
     blob = (folder / name).resolve()
     blob.write_bytes(MODEL[name][::-1] if damage == "other bytes" else MODEL[name][:-1])

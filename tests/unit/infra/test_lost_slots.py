@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from infra.errors import ClusterFailed, NodeLost
-from infra.pools.fleet import CHECK_SECONDS, Fleet
-from infra.pools.launcher import SlotCount
-from infra.pools.threads import ThreadLauncher
-from infra.pools.worker import PoolSpec, _first_cause
+from rheostat.infra.errors import ClusterFailed, NodeLost
+from rheostat.infra.pools.fleet import CHECK_SECONDS, Fleet
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.threads import ThreadLauncher
+from rheostat.infra.pools.worker import PoolSpec, _first_cause
 
 
 class Machines:

@@ -1,6 +1,6 @@
 import socket
 
-from infra.pools import machines
+from rheostat.infra.pools import machines
 
 
 async def test_a_port_that_is_closed_or_silent_does_not_listen(monkeypatch):

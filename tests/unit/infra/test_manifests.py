@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef
-from infra.store.checksums import seal
-from infra.store.manifests import Manifest, Provenance, decode_manifest
-from infra.store.shards import ShardRef
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.manifests import Manifest, Provenance, decode_manifest
+from rheostat.infra.store.shards import ShardRef
 
 SHARD = ShardRef(key="shards/ab.arrow", bytes=10, rows=2, digest="ab")
 MANIFEST = Manifest(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from infra.episode_runner import EpisodeTurn, NoStep, ToolBox, ToolCall, parse_step, shorten_step
-from infra.plain_values import describe_value, repair_text, to_json_value
-from infra.runner import InvalidTarget, compute_value, import_target
-from models.judges.endpoint import read_answer
+from rheostat.infra.episode_runner import EpisodeTurn, NoStep, ToolBox, ToolCall, parse_step, shorten_step
+from rheostat.infra.plain_values import describe_value, repair_text, to_json_value
+from rheostat.infra.runner import InvalidTarget, compute_value, import_target
+from rheostat.models.judges.endpoint import read_answer
 
 
 class Odd:

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from infra.errors import ClusterFailed
-from infra.pools.host import ProcessPlace, Returned
-from infra.pools.pool import Pool
-from infra.pools.threads import ThreadCluster
-from infra.pools.worker import PoolSpec
+from rheostat.infra.errors import ClusterFailed
+from rheostat.infra.pools.host import ProcessPlace, Returned
+from rheostat.infra.pools.pool import Pool
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.pools.worker import PoolSpec
 
 COUNTING = "tests.support.workers:Counting"
 

@@ -5,11 +5,11 @@ from shutil import copyfile, rmtree
 
 import pytest
 
-from flows.cli.app import main
-from infra.errors import BadInput, Damaged
-from infra.store.checksums import seal
-from infra.store.registry import RegistryRecord, open_existing_registry, open_registry, registries
-from infra.store.verify import verify_registry
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.registry import RegistryRecord, open_existing_registry, open_registry, registries
+from rheostat.infra.store.verify import verify_registry
 
 
 def record(number, champion, *, kind="promote", run="weekly"):

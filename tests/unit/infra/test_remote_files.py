@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from infra.errors import BadInput
-from infra.store.inputs import fetch_path, format_path, is_remote
-from models.config.data import FileData
-from models.data.files import file_problems
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path, format_path, is_remote
+from rheostat.models.config.data import FileData
+from rheostat.models.data.files import file_problems
 from tests.support.memory_bucket import Bucket, memory_bucket
 
 

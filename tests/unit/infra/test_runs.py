@@ -10,13 +10,13 @@ import weakref
 import pyarrow as pa
 import pytest
 
-import infra.store.runs
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked
-from infra.store.checksums import seal, unseal
-from infra.store.local import LocalStore
-from infra.store.manifests import Manifest, Provenance
-from infra.store.runs import create_run, list_runs, open_run
-from infra.store.shards import ShardRef, write_shard
+import rheostat.infra.store.runs
+from rheostat.infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked
+from rheostat.infra.store.checksums import seal, unseal
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.manifests import Manifest, Provenance
+from rheostat.infra.store.runs import create_run, list_runs, open_run
+from rheostat.infra.store.shards import ShardRef, write_shard
 from tests.support.processes import CONTEXT, kill, preload, process
 
 preload(__name__)
@@ -337,7 +337,7 @@ def test_a_store_and_a_run_may_be_links_themselves(tmp_path):
 
 
 def test_a_process_caches_a_bounded_number_of_manifests_and_finds_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(infra.store.runs, "KNOWN_MANIFESTS", 3)
+    monkeypatch.setattr(rheostat.infra.store.runs, "KNOWN_MANIFESTS", 3)
     keys = [f"it-{number:04d}/credit" for number in range(1, 11)]
     run = make(tmp_path)
     with run.lock():

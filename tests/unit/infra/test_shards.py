@@ -6,9 +6,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import infra.store.shards
-from infra.errors import BadInput, Damaged
-from infra.store.shards import (
+import rheostat.infra.store.shards
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.shards import (
     ShardKind,
     ShardRef,
     declare_kinds,
@@ -19,7 +19,7 @@ from infra.store.shards import (
     verify_shard,
     write_shard,
 )
-from infra.store.storage import open_store
+from rheostat.infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 from tests.support.stores import RacedStore, flip_bit
 
@@ -152,8 +152,8 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
 
 
 def test_a_process_caches_a_bounded_number_of_verified_shards(store, monkeypatch):
-    monkeypatch.setattr(infra.store.shards, "_verified", set())
-    monkeypatch.setattr(infra.store.shards, "MAX_VERIFIED", 2)
+    monkeypatch.setattr(rheostat.infra.store.shards, "_verified", set())
+    monkeypatch.setattr(rheostat.infra.store.shards, "MAX_VERIFIED", 2)
     refs = [put(store, number=str(number)) for number in range(3)]
     for ref in refs:
         read_shard(store, ref)
@@ -194,7 +194,7 @@ def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
 
 
 def test_a_shard_of_an_older_layout_has_newer_columns_with_their_declared_values(store, monkeypatch):
-    monkeypatch.setattr(infra.store.shards, "_KINDS", {})
+    monkeypatch.setattr(rheostat.infra.store.shards, "_KINDS", {})
     declare_kinds(ShardKind("test", TABLE.schema))
     ref = put(store)
     younger = [*TABLE.schema, ("notes", pa.list_(pa.string())), ("source", pa.string())]
@@ -258,5 +258,5 @@ def test_damage_after_a_first_read_is_found_by_the_next_process(store):
 def test_a_verified_shard_is_opened_without_computing_its_digest_again(store, monkeypatch):
     ref = put(store)
     read_shard(store, ref)
-    monkeypatch.setattr(infra.store.shards, "_digest", lambda path: pytest.fail(f"{path} is verified already"))
+    monkeypatch.setattr(rheostat.infra.store.shards, "_digest", lambda path: pytest.fail(f"{path} is verified already"))
     assert read_shard(store, ref).equals(TABLE)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from infra.pools import stalls
-from infra.pools.host import ProcessPlace, Returned
-from infra.pools.ranks import RankGroup
-from infra.pools.stalls import StallClock
-from infra.pools.worker import PoolSpec
+from rheostat.infra.pools import stalls
+from rheostat.infra.pools.host import ProcessPlace, Returned
+from rheostat.infra.pools.ranks import RankGroup
+from rheostat.infra.pools.stalls import StallClock
+from rheostat.infra.pools.worker import PoolSpec
 
 
 @pytest.fixture

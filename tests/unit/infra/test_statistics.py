@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from infra.statistics import Z95, mean_interval, normal_cdf, normal_quantile, wilson_interval
+from rheostat.infra.statistics import Z95, mean_interval, normal_cdf, normal_quantile, wilson_interval
 
 
 def test_the_wilson_interval_equals_textbook_values():

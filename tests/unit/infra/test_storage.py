@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from infra.errors import BadInput, Damaged, StoreFailed
-from infra.store.bucket import Bucket
-from infra.store.bucket_store import BucketStore
-from infra.store.cache import open_cache
-from infra.store.contracts import Store, check_key
-from infra.store.local import LocalStore
-from infra.store.s3 import S3
-from infra.store.storage import open_store
+from rheostat.infra.errors import BadInput, Damaged, StoreFailed
+from rheostat.infra.store.bucket import Bucket
+from rheostat.infra.store.bucket_store import BucketStore
+from rheostat.infra.store.cache import open_cache
+from rheostat.infra.store.contracts import Store, check_key
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.s3 import S3
+from rheostat.infra.store.storage import open_store
 from tests.support.jobs import wait_for
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_servers import Place

@@ -2,7 +2,7 @@
 
 import sys
 
-from infra.terminal import table
+from rheostat.infra.terminal import table
 
 ROWS = [
     {"run": "first", "accuracy": "0.875", "reason": "a long text that is wide", "took": "0:01:02", "created": "Monday"},

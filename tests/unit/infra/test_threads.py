@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import pytest
 
-from infra.errors import BadInput, Damaged, WorkerFailed
-from infra.pools.host import Host, store_variables
-from infra.pools.launcher import SlotCount
-from infra.pools.threads import ThreadCluster
-from infra.pools.worker import PoolSpec
+from rheostat.infra.errors import BadInput, Damaged, WorkerFailed
+from rheostat.infra.pools.host import Host, store_variables
+from rheostat.infra.pools.launcher import SlotCount
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
 
 COUNTING = "tests.support.workers:Counting"
@@ -144,7 +144,7 @@ async def test_workers_get_their_environment_variables_and_those_of_the_process_
 
 
 def test_threads_need_no_ray():
-    program = "import sys, infra.pools.threads, tasks.run.open_run; sys.exit('ray' in sys.modules)"
+    program = "import sys, rheostat.infra.pools.threads, rheostat.tasks.run.open_run; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

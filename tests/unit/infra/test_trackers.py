@@ -3,11 +3,11 @@
 import pytest
 from pydantic import TypeAdapter
 
-from infra.errors import BadInput
-from infra.trackers import config
-from infra.trackers.config import TensorBoardTracker, TrackerConfig, check_tracker
-from infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
-from infra.trackers.tensorboard import open_mirror
+from rheostat.infra.errors import BadInput
+from rheostat.infra.trackers import config
+from rheostat.infra.trackers.config import TensorBoardTracker, TrackerConfig, check_tracker
+from rheostat.infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
+from rheostat.infra.trackers.tensorboard import open_mirror
 from tests.support.trackers import FileTracker, tensorboard_series, tensorboard_values
 
 SUBJECT = Subject("demo", "demo-0123abcd-20260101000000", {"seed": 1, "data": {"kind": "file", "path": "a.jsonl"}})
@@ -109,8 +109,8 @@ def test_a_user_tracker_must_accept_the_arguments_of_its_call():
 def test_mlflow_has_every_step_once_the_samples_as_tables_and_the_last_policy_in_its_registry(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
-    from infra.trackers.config import MlflowTracker
-    from infra.trackers.mlflow import ALIAS, open_mirror
+    from rheostat.infra.trackers.config import MlflowTracker
+    from rheostat.infra.trackers.mlflow import ALIAS, open_mirror
 
     monkeypatch.chdir(tmp_path)
     settings = MlflowTracker(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="tests", register="assistant")
@@ -137,8 +137,8 @@ def test_mlflow_has_every_step_once_the_samples_as_tables_and_the_last_policy_in
 
 @pytest.mark.system
 def test_an_offline_run_of_wandb_continues_where_its_files_end(tmp_path):
-    from infra.trackers.config import WandbTracker
-    from infra.trackers.wandb import open_mirror, rows_of
+    from rheostat.infra.trackers.config import WandbTracker
+    from rheostat.infra.trackers.wandb import open_mirror, rows_of
 
     settings = WandbTracker(mode="offline", directory=str(tmp_path))
     assert feed_points(open_mirror(SUBJECT, settings), POINTS[:2]) == 2

@@ -13,16 +13,16 @@ from random import Random
 import pytest
 from rich.console import Console
 
-from flows.cli.live import draw_page, print_line
-from flows.cli.options import LineHandler
-from flows.cli.output import answer_rows, rollout_text
-from flows.cli.sweep import _Reporter
-from infra.errors import WorkerFailed
-from infra.terminal import command_app, run_command, write
-from infra.untrusted_text import log_visibly, make_visible, redact
-from models.rollouts.groups import TurnRecord
-from models.rollouts.preview import RolloutPreview
-from tasks.views.run_progress import Activity, RunProgress
+from rheostat.flows.cli.live import draw_page, print_line
+from rheostat.flows.cli.options import LineHandler
+from rheostat.flows.cli.output import answer_rows, rollout_text
+from rheostat.flows.cli.sweep import _Reporter
+from rheostat.infra.errors import WorkerFailed
+from rheostat.infra.terminal import command_app, run_command, write
+from rheostat.infra.untrusted_text import log_visibly, make_visible, redact
+from rheostat.models.rollouts.groups import TurnRecord
+from rheostat.models.rollouts.preview import RolloutPreview
+from rheostat.tasks.views.run_progress import Activity, RunProgress
 
 HOSTILE = "\x1b[2J\x9b0m\x7f\u202eabc\u2066\r\U000e0041\ud800"
 ESCAPED = r"\u001b[2J\u009b0m\u007f\u202eabc\u2066\u000d\udb40\udc41\ud800"
@@ -231,7 +231,7 @@ def print_page(text):
 def handle_record(text):
     lines = []
     handler = LineHandler(lambda line, level: lines.append(line))
-    handler.emit(logging.LogRecord("flows.train", logging.WARNING, "", 0, "%s", (text,), None))
+    handler.emit(logging.LogRecord("rheostat.flows.train", logging.WARNING, "", 0, "%s", (text,), None))
     return "".join(lines)
 
 

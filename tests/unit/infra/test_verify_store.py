@@ -6,12 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.errors import BadInput
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run
-from infra.store.shards import read_shard
-from infra.store.verify import verify_store
-from tasks.views.export import export_parquet
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.verify import verify_store
+from rheostat.tasks.views.export import export_parquet
 from tests.support.stores import flip_bit, publish_number_policy, write_number_shard
 
 

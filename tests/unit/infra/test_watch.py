@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from infra.errors import WorkerFailed
-from infra.processes import watch
-from infra.processes.watch import CHECK_SECONDS, Watch, WatchedServer, run_watched
+from rheostat.infra.errors import WorkerFailed
+from rheostat.infra.processes import watch
+from rheostat.infra.processes.watch import CHECK_SECONDS, Watch, WatchedServer, run_watched
 from tests.support.jobs import wait_for
 
 IDLE = "import time; time.sleep(600)"
@@ -108,7 +108,7 @@ def test_a_watch_reports_a_failure_once(started):
 def test_a_signal_ends_a_process_whose_main_thread_waits_inside_a_library():
     program = """
 import ctypes, signal
-from infra.processes import watch
+from rheostat.infra.processes import watch
 watch.END_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *_: None)
 ending = watch.ForcedExit()

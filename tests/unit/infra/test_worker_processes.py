@@ -7,10 +7,10 @@ import subprocess
 import psutil
 import pytest
 
-from infra.pools import host, worker
-from infra.pools.host import ProcessPlace, find_process, start_seconds
-from infra.pools.machines import Machines
-from infra.pools.worker import WorkerProcess
+from rheostat.infra.pools import host, worker
+from rheostat.infra.pools.host import ProcessPlace, find_process, start_seconds
+from rheostat.infra.pools.machines import Machines
+from rheostat.infra.pools.worker import WorkerProcess
 
 
 @pytest.fixture

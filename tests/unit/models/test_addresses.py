@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.errors import BadInput
-from models.endpoints.addresses import parse_endpoint, resolve
+from rheostat.infra.errors import BadInput
+from rheostat.models.endpoints.addresses import parse_endpoint, resolve
 
 
 def parse_allowed(url, *allowed_hosts, allow_private=False):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.config.alarms import EntropyCollapse, KlDrift, LengthCollapse, MetricAlarm, RewardDip
+from rheostat.models.config.alarms import EntropyCollapse, KlDrift, LengthCollapse, MetricAlarm, RewardDip
 
 
 def raise_alarm(alarm, *iterations):

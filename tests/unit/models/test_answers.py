@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from models.config.reward_terms import MathReward, NumericReward
-from models.rewards.rules import build_reward
+from rheostat.models.config.reward_terms import MathReward, NumericReward
+from rheostat.models.rewards.rules import build_reward
 
 GSM8K = (Path(__file__).parent / "answers" / "gsm8k.txt").read_text().splitlines()
 SCORES = [json.loads(line) for line in (Path(__file__).parent / "answers" / "scores.jsonl").read_text().splitlines()]

@@ -17,20 +17,20 @@ from transformers import (
     ModernBertDecoderConfig,
 )
 
-from infra.errors import BadInput
-from models.config.lora import LoraConfig
-from models.config.policy import DirectoryPolicy
-from models.engines.requests import context_of
-from models.inspection.directory import inspect_directory, inspect_import
-from models.modeling.adapters import adapted_layers
-from models.modeling.directory import copy_policy
-from models.modeling.initial import write_import
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy
-from models.modeling.support import check_trainable, describe_decoding_conflict
-from models.modeling.trunk import find_trunk
-from models.text.tokenizer import find_chosen_pad_token, load_tokenizer
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.policy import DirectoryPolicy
+from rheostat.models.engines.requests import context_of
+from rheostat.models.inspection.directory import inspect_directory, inspect_import
+from rheostat.models.modeling.adapters import adapted_layers
+from rheostat.models.modeling.directory import copy_policy
+from rheostat.models.modeling.initial import write_import
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.merging import load_merged
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.support import check_trainable, describe_decoding_conflict
+from rheostat.models.modeling.trunk import find_trunk
+from rheostat.models.text.tokenizer import find_chosen_pad_token, load_tokenizer
 from tests.support.families import SHAPE, batch, compute_results
 from tests.support.model_families import write_family
 from tests.support.policies import small_tokenizer, write_policy

@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 
-from infra.episode_runner import build_schemas
-from infra.errors import BadInput
-from models.text.arguments import check_arguments, check_schemas
-from models.text.calls import Call, ParsedTurn, hermes
+from rheostat.infra.episode_runner import build_schemas
+from rheostat.infra.errors import BadInput
+from rheostat.models.text.arguments import check_arguments, check_schemas
+from rheostat.models.text.calls import Call, ParsedTurn, hermes
 
 
 class Unit(Enum):

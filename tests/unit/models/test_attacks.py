@@ -7,11 +7,11 @@ from html import unescape
 
 import pytest
 
-from models.config.judges import DirectoryJudge, JudgeReward
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
-from models.judges.chats import escape
-from models.judges.prompts import build_question_text
-from models.judges.votes import Ballot, JudgedCompletion
+from rheostat.models.config.judges import DirectoryJudge, JudgeReward
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
+from rheostat.models.judges.chats import escape
+from rheostat.models.judges.prompts import build_question_text
+from rheostat.models.judges.votes import Ballot, JudgedCompletion
 from tests.support.judged import build_question, find_fences, read_answer
 from tests.support.policies import small_tokenizer
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.modeling.batching import Sequences, balance, pack, pack_groups, plan_steps, split_minibatches
-from models.modeling.layout import TrainingSample, lay_out, lay_out_samples
-from models.records.model_input import ModelInput
+from rheostat.models.modeling.batching import Sequences, balance, pack, pack_groups, plan_steps, split_minibatches
+from rheostat.models.modeling.layout import TrainingSample, lay_out, lay_out_samples
+from rheostat.models.records.model_input import ModelInput
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 SIZES, BUDGETS = st.integers(1, 4), st.integers(1, 2000)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
-from infra.errors import BadInput
-from models.text.calls import PARSERS, Call, ParsedTurn, build_parser, hermes, keep_text, llama3_json
-from models.text.chats import CPU_SECONDS
+from rheostat.infra.errors import BadInput
+from rheostat.models.text.calls import PARSERS, Call, ParsedTurn, build_parser, hermes, keep_text, llama3_json
+from rheostat.models.text.chats import CPU_SECONDS
 from tests.support.chat_templates import PUBLISHED, tokenizer_of
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": None}]}}

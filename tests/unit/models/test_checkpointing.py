@@ -5,14 +5,14 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from models.commands.memory import MicrobatchSizes, microbatch_bytes
-from models.config.lora import LoraConfig
-from models.config.objectives import UpdateConfig
-from models.inspection.plain import DecoderSizes
-from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.records.model_input import ModelInput
+from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
+from rheostat.models.records.model_input import ModelInput
 from tests.support import families
 from tests.support.recomputing import compute_gradients
 

@@ -13,28 +13,28 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
-from infra.errors import BadInput
-from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.clip_rewards import ClipReward
-from models.config.judges import ClipModel, ClipModelReward
-from models.config.rewards import ScoringConfig
-from models.data.images import digest_of, media_tables
-from models.modeling.initial import write_served_model
-from models.modeling.policy import lock_model_construction
-from models.records.media import MEDIA, InMemoryImages
-from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import ModelVersion
-from models.records.work import JudgeWork
-from models.rewards.clip import ClipScorer
-from models.rewards.evaluate import Case, Evaluator
-from models.rewards.rules import build_reward
-from models.text.tokenizer import train_tokenizer
-from models.vision.color_conversion import decode_rgb
-from models.workers.reward_model import RewardModelWorker
-from tasks.config.run import RunConfig
-from tasks.run.dependencies import rescoring_dependencies
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.clip_rewards import ClipReward
+from rheostat.models.config.judges import ClipModel, ClipModelReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.data.images import digest_of, media_tables
+from rheostat.models.modeling.initial import write_served_model
+from rheostat.models.modeling.policy import lock_model_construction
+from rheostat.models.records.media import MEDIA, InMemoryImages
+from rheostat.models.records.schemas import VERDICT_SCHEMA
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import JudgeWork
+from rheostat.models.rewards.clip import ClipScorer
+from rheostat.models.rewards.evaluate import Case, Evaluator
+from rheostat.models.rewards.rules import build_reward
+from rheostat.models.text.tokenizer import train_tokenizer
+from rheostat.models.vision.color_conversion import decode_rgb
+from rheostat.models.workers.reward_model import RewardModelWorker
+from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.run.dependencies import rescoring_dependencies
 from tests.support.model_files import change_files
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.vision import picture

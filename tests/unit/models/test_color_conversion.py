@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from infra.errors import BadInput
-from models.config.data import FileData
-from models.data.images import open_picture, read_header
-from models.data.problems import load_problems
-from models.vision.color_conversion import READINGS, count_conversions, decode_rgb
-from tasks.run.preflight import IMAGE_READINGS, describe_images
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData
+from rheostat.models.data.images import open_picture, read_header
+from rheostat.models.data.problems import load_problems
+from rheostat.models.vision.color_conversion import READINGS, count_conversions, decode_rgb
+from rheostat.tasks.run.preflight import IMAGE_READINGS, describe_images
 from tests.support.data_files import write_lines
 from tests.support.pictures import picture, write_color_tiff, write_png, write_tiff
 

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from models.credit.comparison import compare_advantages, compare_rewards, correlation
+from rheostat.models.credit.comparison import compare_advantages, compare_rewards, correlation
 
 NAN = float("nan")
 SCHEMA = pa.schema([("prompt_row", pa.int32()), ("sample", pa.int16()), ("advantages", pa.list_(pa.float32()))])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from infra.errors import BadInput
-from models.rollouts.contact_sheet import GAP, LINE, PAPER, SheetPicture, SheetRow, contact_sheet
+from rheostat.infra.errors import BadInput
+from rheostat.models.rollouts.contact_sheet import GAP, LINE, PAPER, SheetPicture, SheetRow, contact_sheet
 
 SIDE = 32
 

@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM, Phi3Config, PhimoeConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
-from infra.errors import BadInput
-from models.config.context import longrope_context, longrope_scales, usable_context
-from models.config.engines import TransformersEngine, VllmEngine
-from models.engines.requests import context_of
-from models.engines.vllm.server import context_of as served_context_of
-from models.modeling.policy import policy_shape
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.context import longrope_context, longrope_scales, usable_context
+from rheostat.models.config.engines import TransformersEngine, VllmEngine
+from rheostat.models.engines.requests import context_of
+from rheostat.models.engines.vllm.server import context_of as served_context_of
+from rheostat.models.modeling.policy import policy_shape
 from tests.support.policies import DECODER, LONGROPE
 
 

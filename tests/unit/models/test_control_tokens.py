@@ -4,17 +4,17 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from models.config.texts import RULES_BEFORE, TextRules
-from models.data.examples import Example
-from models.data.preferences import Preference
-from models.data.problems import ImagePlace, Message, Problem, TemplateArguments
-from models.inspection.texts import list_preference_notes, list_text_notes
-from models.text.control_tokens import ControlTokens
-from models.text.per_turn import Exchange, render_prompt
-from models.text.sequences import encode as encode_scored
-from models.text.sequences import example_inputs
-from models.text.tokenizer import tokenize_prompts
-from models.text.turn_end import TurnEnd, find_turn_end
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
+from rheostat.models.data.examples import Example
+from rheostat.models.data.preferences import Preference
+from rheostat.models.data.problems import ImagePlace, Message, Problem, TemplateArguments
+from rheostat.models.inspection.texts import list_preference_notes, list_text_notes
+from rheostat.models.text.control_tokens import ControlTokens
+from rheostat.models.text.per_turn import Exchange, render_prompt
+from rheostat.models.text.sequences import encode as encode_scored
+from rheostat.models.text.sequences import example_inputs
+from rheostat.models.text.tokenizer import tokenize_prompts
+from rheostat.models.text.turn_end import TurnEnd, find_turn_end
 from tests.support.chat_templates import PUBLISHED, format_of, message, tokenizer_of
 
 TEXT = TextRules()

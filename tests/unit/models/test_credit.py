@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.errors import BadInput, Damaged
-from models.config.algorithms import (
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.models.config.algorithms import (
     Capo,
     DistillationOnly,
     DrGrpo,
@@ -15,11 +15,11 @@ from models.config.algorithms import (
     ReinforcePlusPlusBaseline,
     RewardKl,
 )
-from models.config.teachers import Distillation, TeacherDirectory
-from models.credit.assign import BAD_ESTIMATES, CreditRule, credit_completions
-from models.credit.inputs import TermColumns
-from models.credit.selection import GroupQuota, informative_prompts
-from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
+from rheostat.models.config.teachers import Distillation, TeacherDirectory
+from rheostat.models.credit.assign import BAD_ESTIMATES, CreditRule, credit_completions
+from rheostat.models.credit.inputs import TermColumns
+from rheostat.models.credit.selection import GroupQuota, informative_prompts
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
 
 OUTCOME = TermColumns("numeric", 2.0)
 STEPS = TermColumns("steps", 1.0, is_process=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.data.curriculum import Cursor, give_back, take_rows
+from rheostat.models.data.curriculum import Cursor, give_back, take_rows
 
 
 def take_iterations(counts, *, num_prompts, seed=3):

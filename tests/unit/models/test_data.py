@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.errors import BadInput, InputErrors
-from models.config.data import ArithmeticData, FileData
-from models.config.training import SupervisedWarmup
-from models.data import rows as file_rows
-from models.data.examples import Example, warmup_examples
-from models.data.problems import Message, is_heldout, load_problems
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.data import ArithmeticData, FileData
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.data import rows as file_rows
+from rheostat.models.data.examples import Example, warmup_examples
+from rheostat.models.data.problems import Message, is_heldout, load_problems
 from tests.support.data_files import number_problems, write_lines
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from infra.environments import gpus
-from infra.errors import BadInput
-from models.config.engines import DiffusersEngine, TransformersEngine
-from models.config.judges import ModelReward
-from models.engines.device import choose_device
-from models.engines.image_generation import DiffusersImageEngine
-from models.engines.local.engine import HuggingFaceEngine
-from models.training.ranks import join_ranks
-from models.workers.reward_model import RewardModelWorker
+from rheostat.infra.environments import gpus
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.engines import DiffusersEngine, TransformersEngine
+from rheostat.models.config.judges import ModelReward
+from rheostat.models.engines.device import choose_device
+from rheostat.models.engines.image_generation import DiffusersImageEngine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.training.ranks import join_ranks
+from rheostat.models.workers.reward_model import RewardModelWorker
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
 MIG = ("MIG-2b6e8f6a", "MIG-8f0c2f0e")

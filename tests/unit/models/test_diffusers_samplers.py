@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.config.denoising import DdimSampler
-from models.denoising.samplers import ddim_schedule, deterministic, flow_schedule, transition
+from rheostat.models.config.denoising import DdimSampler
+from rheostat.models.denoising.samplers import ddim_schedule, deterministic, flow_schedule, transition
 
 diffusers = pytest.importorskip("diffusers")
 

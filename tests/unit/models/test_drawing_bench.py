@@ -9,7 +9,7 @@ import torch
 from bench import __main__ as bench
 from bench.ddpo import WORKLOAD, find_trl, steps_table, table
 from bench.ddpo_workload import EpochCost, read_workload
-from infra.errors import BadInput
+from rheostat.infra.errors import BadInput
 
 OURS = EpochCost(drawing_cpu=3.0, drawing=4.0, training_cpu=5.0, training=6.0, loading_cpu=0.5, peak_bytes=2**21)
 TRL = EpochCost(drawing_cpu=6.0, drawing=2.0, training_cpu=10.0, training=9.0, loading_cpu=0.0, peak_bytes=2**20)

@@ -7,19 +7,26 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
-from infra.config import adopt_recorded, read_recorded
-from infra.errors import BadInput
-from models.config.attention import FLASH, KERNELS, VARLEN, check_attention
-from models.config.objectives import UpdateConfig
-from models.inspection.plain import DecoderSizes
-from models.modeling import shared_prompts
-from models.modeling.adapters import outline
-from models.modeling.flash import KernelOptions, KernelRows, attend_rows, attentions_of, flash_kernel, repeat_tokens
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.shared_prompts import set_attention, use_attention_kernel
-from models.modeling.varlen import adapt_varlen, require_varlen, supports_varlen, varlen_kernel
-from models.records.model_input import ModelInput
+from rheostat.infra.config import adopt_recorded, read_recorded
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.attention import FLASH, KERNELS, VARLEN, check_attention
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.modeling import shared_prompts
+from rheostat.models.modeling.adapters import outline
+from rheostat.models.modeling.flash import (
+    KernelOptions,
+    KernelRows,
+    attend_rows,
+    attentions_of,
+    flash_kernel,
+    repeat_tokens,
+)
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.shared_prompts import set_attention, use_attention_kernel
+from rheostat.models.modeling.varlen import adapt_varlen, require_varlen, supports_varlen, varlen_kernel
+from rheostat.models.records.model_input import ModelInput
 from tests.support.families import (
     FAMILIES,
     SHAPE,

@@ -4,8 +4,8 @@ import json
 
 import pyarrow as pa
 
-from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
-from models.rollouts.forgotten import FORGOTTEN, erase_prompts, find_prompts
+from rheostat.models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
+from rheostat.models.rollouts.forgotten import FORGOTTEN, erase_prompts, find_prompts
 
 SECRET = "Ada Lovelace"
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
 
-from infra.errors import BadInput, Quarantined
-from models.gate.comparison import PairedScores, compare
-from models.gate.size import problems_needed, smallest_gain
+from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.models.gate.comparison import PairedScores, compare
+from rheostat.models.gate.size import problems_needed, smallest_gain
 
 NAN = float("nan")
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from models.gate.contamination import Contamination, contamination
+from rheostat.models.gate.contamination import Contamination, contamination
 
 WORDS = [f"w{n}" for n in range(20)]
 TWENTY = " ".join(WORDS)

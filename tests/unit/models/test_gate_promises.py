@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from models.gate.bounds import betting_lower_bound, betting_power, largest_losses
-from models.gate.comparison import PairedScores, compare
-from models.gate.size import RulePower, power_of
-from models.gate.verdict import MeasuredGain, MeasuredGuard
+from rheostat.models.gate.bounds import betting_lower_bound, betting_power, largest_losses
+from rheostat.models.gate.comparison import PairedScores, compare
+from rheostat.models.gate.size import RulePower, power_of
+from rheostat.models.gate.verdict import MeasuredGain, MeasuredGuard
 
 CLAIMS = {"gain": 0.0, "gain of 0.05": 0.05, "guard of 0.02": -0.02, "guard of 0.1": -0.1}
 """Thresholds that the lower bound has to exceed. "Worse" is "gain" with the two policies exchanged."""

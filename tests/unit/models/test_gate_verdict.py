@@ -2,9 +2,17 @@
 
 import pytest
 
-from models.gate.comparison import PairedDifference
-from models.gate.contamination import Contamination
-from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
+from rheostat.models.gate.comparison import PairedDifference
+from rheostat.models.gate.contamination import Contamination
+from rheostat.models.gate.verdict import (
+    Evidence,
+    GateVerdict,
+    MeasuredFloor,
+    MeasuredGain,
+    MeasuredGuard,
+    MeasuredLimit,
+    decide,
+)
 
 
 def difference(mean=0.03, lower=0.012, upper=0.06, *, holm=None, p=0.001, **changes):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.algorithms.group_relative import EPSILON, dr_grpo, grpo, grpo_over_batch, rloo
-from models.algorithms.ragged import group_statistics
+from rheostat.models.algorithms.group_relative import EPSILON, dr_grpo, grpo, grpo_over_batch, rloo
+from rheostat.models.algorithms.ragged import group_statistics
 
 NAN = float("nan")
 ALGORITHMS = {"grpo": grpo, "grpo_over_batch": grpo_over_batch, "dr_grpo": dr_grpo, "rloo": rloo}

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from models.config.denoising import DenoisingConfig
-from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.frozen_parts import FrozenParts
-from models.denoising.pipeline import load_denoiser
-from models.denoising.policy import write_scratch_diffusion
-from models.denoising.steps import GenerationSetup
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.policy import ScratchDiffusionPolicy
+from rheostat.models.denoising.frozen_parts import FrozenParts
+from rheostat.models.denoising.pipeline import load_denoiser
+from rheostat.models.denoising.policy import write_scratch_diffusion
+from rheostat.models.denoising.steps import GenerationSetup
 
 PROMPTS = ("a red circle", "blue")
 

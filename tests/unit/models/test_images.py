@@ -13,14 +13,14 @@ import pytest
 from blake3 import blake3
 from PIL import Image
 
-from infra.errors import BadInput
-from models.config.data import FileData
-from models.config.texts import TextRules
-from models.config.training import SupervisedWarmup
-from models.data.examples import Example, warmup_examples
-from models.data.images import check_pixels, data_address, digest_of, read_header
-from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
-from models.text.tokenizer import enforce_prompt_length, tokenize_problems, train_tokenizer
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.data.examples import Example, warmup_examples
+from rheostat.models.data.images import check_pixels, data_address, digest_of, read_header
+from rheostat.models.data.problems import ImagePlace, Message, Problem, identity, load_problems
+from rheostat.models.text.tokenizer import enforce_prompt_length, tokenize_problems, train_tokenizer
 from tests.support.data_files import write_lines
 from tests.support.pictures import animation, claiming, picture, write_png, write_tiff
 

@@ -9,25 +9,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from infra.demos import DEMOS
-from infra.errors import BadInput
-from infra.variants import check_implementation
-from models.commands.preflight import LOSS, LOSS_NAMED
-from models.config.data import ArithmeticData
-from models.config.engines import TransformersEngine, VllmEngine
-from models.config.lora import LoraConfig
-from models.config.objectives import Cispo, Gspo, PolicyGradient, PpoClip
-from models.config.policy import ScratchPolicy
-from models.data.problems import load_problems
-from models.engines.protocol import check_class
-from models.inspection.directory import inspect_directory
-from models.inspection.plain import DecoderSizes
-from models.modeling.adapters import outline
-from models.modeling.critic import build_meta_critic
-from models.modeling.directory import check_directory, meta_policy
-from models.modeling.policy import build_scratch, policy_shape, save_policy
-from models.text.tokenizer import scratch_tokenizer
-from tasks.config.run import load_config
+from rheostat.infra.demos import DEMOS
+from rheostat.infra.errors import BadInput
+from rheostat.infra.variants import check_implementation
+from rheostat.models.commands.preflight import LOSS, LOSS_NAMED
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.engines import TransformersEngine, VllmEngine
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import Cispo, Gspo, PolicyGradient, PpoClip
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.data.problems import load_problems
+from rheostat.models.engines.protocol import check_class
+from rheostat.models.inspection.directory import inspect_directory
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.modeling.adapters import outline
+from rheostat.models.modeling.critic import build_meta_critic
+from rheostat.models.modeling.directory import check_directory, meta_policy
+from rheostat.models.modeling.policy import build_scratch, policy_shape, save_policy
+from rheostat.models.text.tokenizer import scratch_tokenizer
+from rheostat.tasks.config.run import load_config
 from tests.support.model_files import change_files
 
 HOME = Path(__file__).parents[3]
@@ -98,7 +98,7 @@ def run_without_torch(code: str, argument: Path) -> None:
 
 
 def test_a_saved_directory_is_inspected_without_torch(directory):
-    code = "from models.inspection.directory import inspect_directory\n"
+    code = "from rheostat.models.inspection.directory import inspect_directory\n"
     run_without_torch(f"{code}inspect_directory(Path(sys.argv[1])).critic()", directory)
 
 
@@ -115,7 +115,7 @@ def test_the_input_checks_of_text_configurations_need_no_torch(tmp_path, monkeyp
             config = load_config(path, [f'algorithm.distillation.teacher.path="{tmp_path / "teacher"}"'])
         (tmp_path / f"{config.name}.json").write_text(config.model_dump_json())
     code = (
-        "from models.commands.preflight import Inputs, check\n"
+        "from rheostat.models.commands.preflight import Inputs, check\n"
         "for path in sorted(Path(sys.argv[1]).glob('*.json')):\n"
         "    assert check(Inputs.model_validate_json(path.read_text())).facts['parameters']\n"
         "    assert 'torch' not in sys.modules, path.stem\n"

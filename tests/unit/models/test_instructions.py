@@ -5,12 +5,12 @@ import json
 import pytest
 from pydantic import TypeAdapter
 
-from models.config.data import FileData
-from models.config.text_rewards import IfevalReward
-from models.data.files import read_problems
-from models.rewards.ifeval import RLVR_FUNCTIONS
-from models.rewards.instructions import INSTRUCTIONS, count_sentences
-from models.rewards.rules import build_reward
+from rheostat.models.config.data import FileData
+from rheostat.models.config.text_rewards import IfevalReward
+from rheostat.models.data.files import read_problems
+from rheostat.models.rewards.ifeval import RLVR_FUNCTIONS
+from rheostat.models.rewards.instructions import INSTRUCTIONS, count_sentences
+from rheostat.models.rewards.rules import build_reward
 
 CASES = {
     "keywords:existence": ({"keywords": ["sun", "Moon"]}, ["The moon and the sunset"], ["The moon"]),

@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.data import ArithmeticData
-from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, ServedReward, TrainedJudge
-from models.config.objectives import UpdateConfig
-from models.config.policy import ScratchPolicy
-from models.config.training import SupervisedWarmup
-from models.config.verdicts import LogprobVerdict
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import JudgeWarmupWork, JudgeWork, PolicyWork, RewardModelPreparation
-from models.workers.judge import JudgeWorker
-from models.workers.preparation import PreparationWorker
-from models.workers.update import UpdateWorker
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, ServedReward, TrainedJudge
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.config.verdicts import LogprobVerdict
+from rheostat.models.records.versions import ModelVersion, Outcome
+from rheostat.models.records.work import JudgeWarmupWork, JudgeWork, PolicyWork, RewardModelPreparation
+from rheostat.models.workers.judge import JudgeWorker
+from rheostat.models.workers.preparation import PreparationWorker
+from rheostat.models.workers.update import UpdateWorker
 from tests.support.judged import rollouts
 
 DATA = ArithmeticData(operations=1, train_problems=400, heldout_problems=16)

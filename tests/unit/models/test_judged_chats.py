@@ -2,10 +2,10 @@
 
 import pytest
 
-from models.config.judges import JudgeReward
-from models.data.problems import Message, Problem, TemplateArguments
-from models.judges.chats import mark_prompt
-from models.judges.prompts import question_about
+from rheostat.models.config.judges import JudgeReward
+from rheostat.models.data.problems import Message, Problem, TemplateArguments
+from rheostat.models.judges.chats import mark_prompt
+from rheostat.models.judges.prompts import question_about
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CHAT = (

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.errors import Quarantined
-from models.config.data import ArithmeticData
-from models.config.judges import Canaries, JudgeReward, TrainedJudge
-from models.config.reward_terms import NumericReward
-from models.config.rewards import ScoringConfig
-from models.config.training import SupervisedWarmup
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
-from models.data.problems import load_problems
-from models.judges.chats import escape
-from models.judges.checks import check_judges
-from models.judges.prompts import fill_template, judge_examples
-from models.rewards.rules import numeric_reward
+from rheostat.infra.errors import Quarantined
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.judges import Canaries, JudgeReward, TrainedJudge
+from rheostat.models.config.reward_terms import NumericReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
+from rheostat.models.data.problems import load_problems
+from rheostat.models.judges.chats import escape
+from rheostat.models.judges.checks import check_judges
+from rheostat.models.judges.prompts import fill_template, judge_examples
+from rheostat.models.rewards.rules import numeric_reward
 from tests.support.judged import find_fences, read_answer
 
 FENCED = "Problem: {prompt}\n{fence}\n{completion}\n{fence}\nReference: {answer}. Between the fences, right? {other}"

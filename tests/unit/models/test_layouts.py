@@ -6,9 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
-from models.records.schemas import KINDS
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.records.schemas import KINDS
 
 LAYOUTS = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text())
 """Columns of every layout, by kind and version."""

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from models.modeling.lazy_tensors import GATHERED, LazyTensor, build_lazy_state, compute_values
-from models.modeling.safetensors import save_pretrained
+from rheostat.models.modeling.lazy_tensors import GATHERED, LazyTensor, build_lazy_state, compute_values
+from rheostat.models.modeling.safetensors import save_pretrained
 from tests.support.model_families import FAMILIES, build_config
 
 CONVERTED = ["llama", "gemma3_text", "qwen3_moe", "mixtral", "llama4_text", "gpt_oss"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from models.algorithms.shaping import divergence
-from models.config.divergence import KlPenalty
-from models.config.objectives import (
+from rheostat.models.algorithms.shaping import divergence
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.objectives import (
     Cispo,
     Gspo,
     LossConfig,
@@ -21,9 +21,9 @@ from models.config.objectives import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.objectives.importance import correct, mismatch
-from models.objectives.loss_inputs import LossInputs
-from models.objectives.losses import kl_estimate, policy_loss
+from rheostat.models.objectives.importance import correct, mismatch
+from rheostat.models.objectives.loss_inputs import LossInputs
+from rheostat.models.objectives.losses import kl_estimate, policy_loss
 from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, pass_tokens
 
 MAX_RATIO = 485165195.40979028

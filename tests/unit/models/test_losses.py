@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.config.objectives import (
+from rheostat.models.config.objectives import (
     Cispo,
     ConstantMean,
     Gspo,
@@ -18,8 +18,8 @@ from models.config.objectives import (
     SequenceMean,
     TokenMean,
 )
-from models.objectives.loss_inputs import MetricSums
-from models.objectives.losses import (
+from rheostat.models.objectives.loss_inputs import MetricSums
+from rheostat.models.objectives.losses import (
     DpoTerms,
     bradley_terry,
     dpo,
@@ -29,8 +29,8 @@ from models.objectives.losses import (
     token_weights,
     value_loss,
 )
-from models.training.trainer import learning_rate
-from models.training.update_steps import compute_step_ratios
+from rheostat.models.training.trainer import learning_rate
+from rheostat.models.training.update_steps import compute_step_ratios
 from tests.support.losses import LOSSES, NAMES, doubles, move_policy, pass_tokens, random_tokens
 
 LOGPROBS = st.floats(-50, -0.01)

@@ -6,8 +6,8 @@ from typing import Final
 
 import pytest
 
-from models.config.reward_terms import MathReward
-from models.rewards.rules import build_reward
+from rheostat.models.config.reward_terms import MathReward
+from rheostat.models.rewards.rules import build_reward
 
 SUITE: Final = [
     json.loads(line) for line in (Path(__file__).parent / "answers" / "math_verify.jsonl").read_text().splitlines()

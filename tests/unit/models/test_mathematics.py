@@ -4,10 +4,10 @@ from contextlib import closing
 
 import pytest
 
-from models.config.reward_terms import MathReward
-from models.config.rewards import ScoringConfig
-from models.rewards.evaluate import Case, Evaluator, Verdict
-from models.rewards.rules import build_reward
+from rheostat.models.config.reward_terms import MathReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.rewards.evaluate import Case, Evaluator, Verdict
+from rheostat.models.rewards.rules import build_reward
 
 
 def judge(completion: str, answer: str) -> float:

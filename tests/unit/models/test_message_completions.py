@@ -2,11 +2,11 @@
 
 import pytest
 
-from infra.errors import BadInput
-from models.config.data import FileData
-from models.config.preferences import FilePreferences
-from models.data.preferences import load_preferences
-from models.text.sequences import policy_pairs, reward_pairs
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData
+from rheostat.models.config.preferences import FilePreferences
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.text.sequences import policy_pairs, reward_pairs
 from tests.support.chat_templates import tokenizer_of, with_template
 from tests.support.data_files import write_lines
 

@@ -6,15 +6,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.config.data import FileData
-from models.config.preferences import FilePreferences
-from models.data.examples import Example
-from models.data.preferences import load_preferences
-from models.data.problems import Message, TemplateArguments, decode_template_input, encode_template_input, load_problems
-from models.text.sequences import example_inputs
-from models.text.template_files import copy_named_templates
-from models.text.tokenizer import load_tokenizer, render, tokenize_problems
-from models.text.unread_fields import count_unread_fields
+from rheostat.models.config.data import FileData
+from rheostat.models.config.preferences import FilePreferences
+from rheostat.models.data.examples import Example
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.data.problems import (
+    Message,
+    TemplateArguments,
+    decode_template_input,
+    encode_template_input,
+    load_problems,
+)
+from rheostat.models.text.sequences import example_inputs
+from rheostat.models.text.template_files import copy_named_templates
+from rheostat.models.text.tokenizer import load_tokenizer, render, tokenize_problems
+from rheostat.models.text.unread_fields import count_unread_fields
 from tests.support.chat_templates import FIND, originals, tokenizer_of, with_template
 from tests.support.data_files import write_lines
 

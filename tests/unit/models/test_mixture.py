@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config.data import FileData, MixtureData, WeightedFile
-from models.data.curriculum import Cursor, Part, max_prompts, read_parts, take_rows
-from models.data.problems import load_problems
+from rheostat.models.config.data import FileData, MixtureData, WeightedFile
+from rheostat.models.data.curriculum import Cursor, Part, max_prompts, read_parts, take_rows
+from rheostat.models.data.problems import load_problems
 from tests.support.json_lines import write_json_lines
 
 PARTS = (Part(range(40), 3), Part(range(40, 50), 1), Part(range(50, 150), 0.5))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.records.model_input import (
+from rheostat.models.records.model_input import (
     ModelInput,
     prompt_columns,
     prompt_inputs,
@@ -15,7 +15,7 @@ from models.records.model_input import (
     sample_columns,
     sample_inputs,
 )
-from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA
+from rheostat.models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 PAIRS = st.lists(st.tuples(IDS, IDS), max_size=6)

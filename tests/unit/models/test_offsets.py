@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from infra.errors import Damaged
-from models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
+from rheostat.infra.errors import Damaged
+from rheostat.models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
 
 EOS = "<|eos|>"
 CORPUS = ["まず足す。次に引く。 So 16+3=19 #### 16", "an apple — 字 字 😀 Step one.\n\nStep two."] * 4

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from bench.paced import PacedEngine as PacedConfig
-from infra.store.bundles import BundleRef
-from models.config.engines import SamplingConfig
-from models.config.verdicts import ScoreVerdict
-from models.engines.protocol import Completion, Engine, Request, build_engine
-from models.judges.local import LocalJudge
-from models.judges.verdicts import Question, read_verdict
-from models.records.model_input import ModelInput
-from models.records.schemas import FinishReason
-from models.records.versions import ModelVersion
-from placement.measurements import LineSums, fit_line
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.verdicts import ScoreVerdict
+from rheostat.models.engines.protocol import Completion, Engine, Request, build_engine
+from rheostat.models.judges.local import LocalJudge
+from rheostat.models.judges.verdicts import Question, read_verdict
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.versions import ModelVersion
+from rheostat.placement.measurements import LineSums, fit_line
 from tests.support.inputs import request_completions, request_continuations
 from tests.support.policies import small_tokenizer, write_policy
 

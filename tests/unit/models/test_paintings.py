@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.config.reward_terms import TargetReward
-from models.config.rewards import ScoringConfig
-from models.data.images import digest_of
-from models.data.problems import load_problems
-from models.records.media import InMemoryImages
-from models.rewards.evaluate import Case, Evaluator
+from rheostat.models.config.reward_terms import TargetReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.data.images import digest_of
+from rheostat.models.data.problems import load_problems
+from rheostat.models.records.media import InMemoryImages
+from rheostat.models.rewards.evaluate import Case, Evaluator
 from tests.support.demos import demo_module
 
 MOTIF, PAINTINGS, REWARD = (demo_module("paint", name) for name in ("motifs", "paintings", "painting"))

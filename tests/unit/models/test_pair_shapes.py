@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 import trl
 
-from infra.errors import BadInput
-from models.config.data import ArithmeticData
-from models.config.preferences import FilePreferences
-from models.data.preferences import load_preferences
-from models.text.tokenizer import render
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.preferences import FilePreferences
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.text.tokenizer import render
 from tests.support.chat_templates import with_template
 from tests.support.data_files import write_lines
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from infra.errors import BadInput
-from models.modeling.adapters import outline
-from models.modeling.directory import meta_policy
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.parameter_storage import ParameterStorage
-from models.modeling.policy import load_policy
-from models.modeling.trials import float32_trials, trial_weights
+from rheostat.infra.errors import BadInput
+from rheostat.models.modeling.adapters import outline
+from rheostat.models.modeling.directory import meta_policy
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.parameter_storage import ParameterStorage
+from rheostat.models.modeling.policy import load_policy
+from rheostat.models.modeling.trials import float32_trials, trial_weights
 from tests.support.model_families import write_family
 
 STORAGE = ParameterStorage(torch.bfloat16, torch.device("cpu"))

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from infra.errors import BadInput
-from models.config.environments import TargetEnvironment, ToolsEnvironment
-from models.data.problems import Message, Problem, TemplateArguments, encode_template_input
-from models.environments.context import PerTurnContext
-from models.environments.runtime import check_turns, tools_of
-from models.records.model_input import ModelInput, prompt_columns
-from models.rollouts.groups import fresh_groups
-from models.text.calls import Call, ParsedTurn, encode_call, hermes
-from models.text.per_turn import Exchange, check_turn_prompts, encode_turn, render_prompt, renders_calls
-from models.text.turns import turn_format
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.environments import TargetEnvironment, ToolsEnvironment
+from rheostat.models.data.problems import Message, Problem, TemplateArguments, encode_template_input
+from rheostat.models.environments.context import PerTurnContext
+from rheostat.models.environments.runtime import check_turns, tools_of
+from rheostat.models.records.model_input import ModelInput, prompt_columns
+from rheostat.models.rollouts.groups import fresh_groups
+from rheostat.models.text.calls import Call, ParsedTurn, encode_call, hermes
+from rheostat.models.text.per_turn import Exchange, check_turn_prompts, encode_turn, render_prompt, renders_calls
+from rheostat.models.text.turns import turn_format
 from tests.support.chat_templates import (
     CASES,
     FIND,

@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 from PIL import Image
 
-from models.data.arithmetic import right_completion, wrong_completion
-from models.data.problems import Problem, load_problems
+from rheostat.models.data.arithmetic import right_completion, wrong_completion
+from rheostat.models.data.problems import Problem, load_problems
 from tests.support.demos import demo_module
 
 PICTURES = demo_module("vision", "pictures")

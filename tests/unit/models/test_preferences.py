@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.config.data import ArithmeticData, FileData
-from models.config.preferences import ArithmeticPreferences, FilePreferences
-from models.data.preferences import load_preferences
-from models.data.problems import Message, identity, load_problems
+from rheostat.models.config.data import ArithmeticData, FileData
+from rheostat.models.config.preferences import ArithmeticPreferences, FilePreferences
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.data.problems import Message, identity, load_problems
 from tests.support.json_lines import write_json_lines
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=16)

@@ -9,17 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from models.commands.preflight import Inputs, check
-from models.commands.preflight_cache import HEADER_BYTES, MAX_RESULTS, build_key, checks_directory, find_or_compute
-from models.config.checks import CheckResult
-from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, ScratchPolicy
-from models.config.training import EvaluationConfig
-from models.data.problems import load_problems
-from models.modeling.policy import build_scratch, save_policy
-from models.text.tokenizer import scratch_tokenizer
-from tasks.config.run import override_config
+from rheostat.infra.errors import BadInput
+from rheostat.models.commands.preflight import Inputs, check
+from rheostat.models.commands.preflight_cache import (
+    HEADER_BYTES,
+    MAX_RESULTS,
+    build_key,
+    checks_directory,
+    find_or_compute,
+)
+from rheostat.models.config.checks import CheckResult
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy import DirectoryPolicy, ScratchPolicy
+from rheostat.models.config.training import EvaluationConfig
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.text.tokenizer import scratch_tokenizer
+from rheostat.tasks.config.run import override_config
 from tests.support.json_lines import write_json_lines
 
 RESULT = CheckResult(facts={"parameters": 3}, notes=("Turns end with EOS.",))
@@ -58,7 +64,7 @@ def test_a_cached_result_is_returned_without_importing_model_libraries(inputs, c
     assert result == check(inputs)
     assert len(list_results(cache)) == 1
     code = (
-        "import sys, json\nfrom pathlib import Path\nfrom models.commands.preflight import Inputs, check\n"
+        "import sys, json\nfrom pathlib import Path\nfrom rheostat.models.commands.preflight import Inputs, check\n"
         "result = check(Inputs.model_validate_json(sys.argv[1]), cache=Path(sys.argv[2]))\n"
         "print(json.dumps([result.model_dump(), 'transformers' in sys.modules]))"
     )

@@ -10,17 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.commands.sizes import count_problems
-from models.config.data import FileData
-from models.config.preferences import FilePreferences
-from models.config.reward_terms import MathReward, NumericReward
-from models.data.preferences import load_preferences
-from models.data.problems import Problem, is_heldout, load_problems
-from models.gate.contamination import contamination
-from models.records.model_input import ModelInput
-from models.rewards.numerals import read_numeral
-from models.rewards.rules import build_reward
-from models.workers import preparation
+from rheostat.models.commands.sizes import count_problems
+from rheostat.models.config.data import FileData
+from rheostat.models.config.preferences import FilePreferences
+from rheostat.models.config.reward_terms import MathReward, NumericReward
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.data.problems import Problem, is_heldout, load_problems
+from rheostat.models.gate.contamination import contamination
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.rewards.numerals import read_numeral
+from rheostat.models.rewards.rules import build_reward
+from rheostat.models.workers import preparation
 from tests.support.data_files import write_lines
 
 SPLITS = ("train", "heldout")

@@ -5,9 +5,9 @@ from itertools import combinations
 import pyarrow as pa
 import pytest
 
-from infra.statistics import mean_interval, pass_at
-from models.rewards.scores import problem_metrics
-from tasks.views.metrics import Accuracy
+from rheostat.infra.statistics import mean_interval, pass_at
+from rheostat.models.rewards.scores import problem_metrics
+from rheostat.tasks.views.metrics import Accuracy
 
 
 def build_scores(*rows):

@@ -8,24 +8,24 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, publish_bundle
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Capo
-from models.config.data import ArithmeticData
-from models.config.judges import DirectoryJudge, JudgeReward
-from models.config.reward_terms import PatternSteps, RegexReward, TargetReward
-from models.config.rewards import RewardConfig, ScoringConfig
-from models.config.verdicts import StepsVerdict
-from models.data.problems import load_problems
-from models.records.schemas import VERDICT_SCHEMA, score_schema
-from models.records.versions import Outcome
-from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
-from models.rewards.evaluate import Case, Evaluator
-from models.text.steps import StepValues, split_steps
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import BundleRef, publish_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Capo
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.judges import DirectoryJudge, JudgeReward
+from rheostat.models.config.reward_terms import PatternSteps, RegexReward, TargetReward
+from rheostat.models.config.rewards import RewardConfig, ScoringConfig
+from rheostat.models.config.verdicts import StepsVerdict
+from rheostat.models.data.problems import load_problems
+from rheostat.models.records.schemas import VERDICT_SCHEMA, score_schema
+from rheostat.models.records.versions import Outcome
+from rheostat.models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
+from rheostat.models.rewards.evaluate import Case, Evaluator
+from rheostat.models.text.steps import StepValues, split_steps
+from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.demos import demo_part
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_shards import rollout, write_rollouts

@@ -8,17 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.errors import BadInput
-from models.commands.preflight import Inputs, check
-from models.config.objectives import UpdateConfig
-from models.config.outline import ModelOutline
-from models.config.policy import ModelShape
-from models.config.proposals import JobProposal, ProposalRequest
-from models.proposals.job import propose_job
-from models.proposals.sizes import Machine, propose_batch_rows, propose_lora
-from models.rewards.rules import build_reward
-from tasks.config.documents import place_document
-from tasks.config.run import RunConfig, override_config
+from rheostat.infra.errors import BadInput
+from rheostat.models.commands.preflight import Inputs, check
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.outline import ModelOutline
+from rheostat.models.config.policy import ModelShape
+from rheostat.models.config.proposals import JobProposal, ProposalRequest
+from rheostat.models.proposals.job import propose_job
+from rheostat.models.proposals.sizes import Machine, propose_batch_rows, propose_lora
+from rheostat.models.rewards.rules import build_reward
+from rheostat.tasks.config.documents import place_document
+from rheostat.tasks.config.run import RunConfig, override_config
 from tests.support.refused_folders import copy_model
 
 ROWS = 40

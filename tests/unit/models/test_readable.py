@@ -5,14 +5,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.store.shards import write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.reward_terms import NumericReward
-from models.config.rewards import ScoringConfig
-from models.records.schemas import score_schema
-from models.records.work import ExcerptWork, ScoredShard
-from models.workers.scoring import ScoringWorker
+from rheostat.infra.store.shards import write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.reward_terms import NumericReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.schemas import score_schema
+from rheostat.models.records.work import ExcerptWork, ScoredShard
+from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.rollout_shards import rollout, write_rollouts
 
 LONG = "a" * 30 + "é" * 1_000_000

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from infra.errors import BadInput
-from infra.store.manifests import Manifest
-from models.config.retriever import EncoderConfig, PairFile, RetrieverConfig, TemplatedPairs
-from models.retrieval.loss import TeacherScores, dense_scores, divergence, late_scores, loss_terms
-from models.retrieval.measure import retrieval_of
-from models.retrieval.pairs import WORDS, Pair, file_pairs, load_pairs
-from models.retrieval.training import PairBatch
-from tasks.retriever import should_teach
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.manifests import Manifest
+from rheostat.models.config.retriever import EncoderConfig, PairFile, RetrieverConfig, TemplatedPairs
+from rheostat.models.retrieval.loss import TeacherScores, dense_scores, divergence, late_scores, loss_terms
+from rheostat.models.retrieval.measure import retrieval_of
+from rheostat.models.retrieval.pairs import WORDS, Pair, file_pairs, load_pairs
+from rheostat.models.retrieval.training import PairBatch
+from rheostat.tasks.retriever import should_teach
 from tests.support.json_lines import write_json_lines
 
 THREE = log(3)

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra import runner
-from infra.errors import WorkerFailed, WorkerLost
-from infra.processes.child import MAX_ENDS
-from models.config.reward_terms import BuiltInReward, NumericReward, RegexReward, TargetReward
-from models.config.rewards import RewardConfig, ScoringConfig
-from models.rewards.evaluate import Case, Evaluator, Verdict
-from models.rewards.rules import build_reward
+from rheostat.infra import runner
+from rheostat.infra.errors import WorkerFailed, WorkerLost
+from rheostat.infra.processes.child import MAX_ENDS
+from rheostat.models.config.reward_terms import BuiltInReward, NumericReward, RegexReward, TargetReward
+from rheostat.models.config.rewards import RewardConfig, ScoringConfig
+from rheostat.models.rewards.evaluate import Case, Evaluator, Verdict
+from rheostat.models.rewards.rules import build_reward
 from tests.support.jobs import is_alive, wait_for
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.errors import Damaged
-from models.engines.protocol import Completion
-from models.records.columns import concatenate_tables
-from models.records.model_input import ModelInput, attach_experts, sample_columns, select_with_experts
-from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
-from models.rollouts.forgotten import Prompts, erase_prompts
-from models.rollouts.groups import Group, PartialCompletion, build_table
+from rheostat.infra.errors import Damaged
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.records.columns import concatenate_tables
+from rheostat.models.records.model_input import ModelInput, attach_experts, sample_columns, select_with_experts
+from rheostat.models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
+from rheostat.models.rollouts.forgotten import Prompts, erase_prompts
+from rheostat.models.rollouts.groups import Group, PartialCompletion, build_table
 
 WIDTH = 3
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import BadInput
-from models.config.data import FileData
-from models.config.judges import DirectoryJudge, JudgeReward
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, ScoreVerdict
-from models.data.files import read_problems
-from models.data.rubrics import Criterion, parse_rubric
-from models.judges.checks import check_judge
-from models.judges.rubrics import combine_answers, combine_judgements
-from models.judges.verdicts import Answer, Judgement
-from models.judges.votes import Ballot, JudgedCompletion
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData
+from rheostat.models.config.judges import DirectoryJudge, JudgeReward
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, ScoreVerdict
+from rheostat.models.data.files import read_problems
+from rheostat.models.data.rubrics import Criterion, parse_rubric
+from rheostat.models.judges.checks import check_judge
+from rheostat.models.judges.rubrics import combine_answers, combine_judgements
+from rheostat.models.judges.verdicts import Answer, Judgement
+from rheostat.models.judges.votes import Ballot, JudgedCompletion
 
 RUBRIC = (Criterion("Names the capital", 5), Criterion("Is polite", 3), Criterion("Makes up a source", -4))
 JUDGE = JudgeReward(model=DirectoryJudge(path=Path("judge")), verdict=RubricVerdict())

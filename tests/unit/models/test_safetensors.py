@@ -8,12 +8,12 @@ from blake3 import blake3
 from safetensors.torch import save
 from transformers import modeling_utils
 
-from infra.store.file_writer import describe_pieces
-from models.config.policy import ScratchPolicy
-from models.data.problems import load_problems
-from models.modeling import safetensors
-from models.modeling.policy import build_scratch
-from models.modeling.safetensors import (
+from rheostat.infra.store.file_writer import describe_pieces
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling import safetensors
+from rheostat.models.modeling.policy import build_scratch
+from rheostat.models.modeling.safetensors import (
     CHUNK_BYTES,
     FileShare,
     TensorFile,
@@ -24,7 +24,7 @@ from models.modeling.safetensors import (
     view_on_host,
     write_share,
 )
-from models.text.tokenizer import scratch_tokenizer
+from rheostat.models.text.tokenizer import scratch_tokenizer
 from tests.support.training import DATA
 
 PRECISIONS = (

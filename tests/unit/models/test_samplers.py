@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
 from torch.distributions import Normal, kl_divergence
 
-from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, SdeSampler
-from models.denoising.samplers import (
+from rheostat.models.config.denoising import CpsSampler, DanceSampler, DdimSampler, SdeSampler
+from rheostat.models.denoising.samplers import (
     NoiseSchedule,
     ddim_schedule,
     deterministic,

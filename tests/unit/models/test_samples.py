@@ -5,12 +5,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.errors import Damaged
-from infra.store.contracts import Store
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import open_store
-from models.records.schemas import SAMPLE_SCHEMA
-from models.training.samples import open_samples, read_training_rows, weighted_lengths
+from rheostat.infra.errors import Damaged
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.records.schemas import SAMPLE_SCHEMA
+from rheostat.models.training.samples import open_samples, read_training_rows, weighted_lengths
 from tests.support.training import write_samples
 
 

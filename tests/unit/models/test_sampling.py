@@ -7,9 +7,9 @@ import pytest
 import torch
 from blake3 import blake3
 
-from models.config.engines import SamplingConfig
-from models.engines.sampling import sample_tokens, sample_uniforms
-from models.records.seeds import derive_seed, sample_seed
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.sampling import sample_tokens, sample_uniforms
+from rheostat.models.records.seeds import derive_seed, sample_seed
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
@@ -68,7 +68,7 @@ def test_sampling_a_large_vocabulary_in_pieces_equals_sampling_all_of_it(monkeyp
     logits_BV = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
     uniforms_B = torch.from_numpy(sample_uniforms(3, 7))
     whole = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
-    monkeypatch.setattr("models.engines.sampling._ELEMENTS", 100)
+    monkeypatch.setattr("rheostat.models.engines.sampling._ELEMENTS", 100)
     pieces = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
     assert torch.equal(whole[0], pieces[0])
     assert torch.equal(whole[1], pieces[1])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.experience import AuxiliaryScores
-from models.algorithms.group_relative import EPSILON
-from models.algorithms.shaping import divergence, next_coefficient
-from models.config.algorithms import (
+from rheostat.models.algorithms.advantages import informative_groups, token_advantages
+from rheostat.models.algorithms.experience import AuxiliaryScores
+from rheostat.models.algorithms.group_relative import EPSILON
+from rheostat.models.algorithms.shaping import divergence, next_coefficient
+from rheostat.models.config.algorithms import (
     Capo,
     DistillationOnly,
     DrGrpo,
@@ -23,8 +23,8 @@ from models.config.algorithms import (
     RewardKl,
     Rloo,
 )
-from models.config.divergence import AdaptiveKl
-from models.config.teachers import Distillation, TeacherDirectory
+from rheostat.models.config.divergence import AdaptiveKl
+from rheostat.models.config.teachers import Distillation, TeacherDirectory
 from tests.support.experiences import NAN, Drawn, completions, experience
 
 ONE_BY_ONE = "normalise_then_sum"

@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import feather
 
-from infra.errors import BadInput, InputErrors
-from models.config.data import FileData, MixtureData
-from models.data.files import read_problems
-from models.data.image_files import image_files
-from models.data.messages import read_messages
-from models.data.nested import find_field
-from models.data.problems import load_problems
-from models.data.reading import report_reading
-from models.data.rows import read_rows
+from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.models.config.data import FileData, MixtureData
+from rheostat.models.data.files import read_problems
+from rheostat.models.data.image_files import image_files
+from rheostat.models.data.messages import read_messages
+from rheostat.models.data.nested import find_field
+from rheostat.models.data.problems import load_problems
+from rheostat.models.data.reading import report_reading
+from rheostat.models.data.rows import read_rows
 from tests.support.data_files import write_lines
 from tests.support.pictures import picture
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AutoConfig, Lfm2Config, MambaConfig
 
-from infra.store.bundles import BundleRef
-from models.config.lora import LoraConfig
-from models.modeling.adapters import add_adapters
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.shared_prompts import enable_shared_prompts, supports_sequence_parallelism
-from models.records.model_input import ModelInput
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.modeling.adapters import add_adapters
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
+from rheostat.models.modeling.shared_prompts import enable_shared_prompts, supports_sequence_parallelism
+from rheostat.models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, batch, build, compute_results
 
 

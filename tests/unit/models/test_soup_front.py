@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from models.soup.front import hypervolume, measure_front, non_dominated, spacing, sparsity
-from models.soup.mixing import (
+from rheostat.models.soup.front import hypervolume, measure_front, non_dominated, spacing, sparsity
+from rheostat.models.soup.mixing import (
     compute_backbone_weights,
     extrapolate_weights,
     merge_weights,

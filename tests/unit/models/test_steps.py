@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.config.reward_terms import BlankLines, PatternSteps
-from models.judges.prompts import wrap_steps
-from models.text.steps import Spans, StepValues, aggregate, assign_spans, split_steps
+from rheostat.models.config.reward_terms import BlankLines, PatternSteps
+from rheostat.models.judges.prompts import wrap_steps
+from rheostat.models.text.steps import Spans, StepValues, aggregate, assign_spans, split_steps
 
 BLANK = BlankLines()
 PIECES = st.sampled_from([

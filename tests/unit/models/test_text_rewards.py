@@ -6,10 +6,10 @@ import tomllib
 import pytest
 from pydantic import TypeAdapter
 
-from flows.cli.rewards import rewards
-from infra.errors import BadInput
-from models.config.rewards import REWARD_CLASSES, BuiltInConfig, RewardConfig
-from models.rewards.rules import build_reward
+from rheostat.flows.cli.rewards import rewards
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.rewards import REWARD_CLASSES, BuiltInConfig, RewardConfig
+from rheostat.models.rewards.rules import build_reward
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 TEXTS = json.dumps({"type": "string"})

@@ -8,12 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.algorithms.advantages import groups_that_differ, informative_groups, token_advantages
-from models.algorithms.experience import AuxiliaryScores, Experience
-from models.algorithms.ppo import compute_generalized_advantages
-from models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
-from models.config.algorithms import Capo, Overlong, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, RewardKl
-from models.records.columns import Floats
+from rheostat.models.algorithms.advantages import groups_that_differ, informative_groups, token_advantages
+from rheostat.models.algorithms.experience import AuxiliaryScores, Experience
+from rheostat.models.algorithms.ppo import compute_generalized_advantages
+from rheostat.models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
+from rheostat.models.config.algorithms import (
+    Capo,
+    Overlong,
+    Ppo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    RewardKl,
+)
+from rheostat.models.records.columns import Floats
 from tests.support.experiences import NAN, Drawn, completions, experience
 
 REINFORCE = ReinforcePlusPlus(kl=None)

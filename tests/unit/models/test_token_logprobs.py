@@ -6,18 +6,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
-from infra.errors import BadInput
-from models.config.divergence import KlPenalty
-from models.config.objectives import TruncatedImportance, UpdateConfig, chunk_elements_of
-from models.data.problems import load_problems
-from models.modeling.head import HeadSettings as Head
-from models.modeling.logit_shapes import LogitShape
-from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.policy import build_scratch
-from models.objectives.loss_inputs import LossInputs, MetricSums
-from models.objectives.losses import update_loss
-from models.text.tokenizer import scratch_tokenizer
-from models.training.update_steps import build_loss_gradient
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.objectives import TruncatedImportance, UpdateConfig, chunk_elements_of
+from rheostat.models.data.problems import load_problems
+from rheostat.models.modeling.head import HeadSettings as Head
+from rheostat.models.modeling.logit_shapes import LogitShape
+from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
+from rheostat.models.modeling.policy import build_scratch
+from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
+from rheostat.models.objectives.losses import update_loss
+from rheostat.models.text.tokenizer import scratch_tokenizer
+from rheostat.models.training.update_steps import build_loss_gradient
 from tests.support.losses import LOSSES, NAMES
 from tests.support.training import DATA, TINY
 

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from infra.errors import BadInput
-from models.config.engines import SamplingConfig
-from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
-from models.engines.requests import CompletionRow
-from models.engines.sampling import sample_tokens
-from models.modeling.layout import lay_out
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_vision
-from models.records.model_input import ModelInput
-from models.text.tokenizer import load_tokenizer
-from models.vision.families import ImageSize
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from rheostat.models.engines.requests import CompletionRow
+from rheostat.models.engines.sampling import sample_tokens
+from rheostat.models.modeling.layout import lay_out
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.vision.families import ImageSize
 from tests.support.policies import write_policy
 from tests.support.vision import FAMILIES, picture, write_seeing
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from models.config.texts import TextRules
-from models.config.training import ChatTraining
-from models.data.problems import ImagePlace
-from models.data.training_chats import TrainingText, load_chats, report_chats
-from models.text.training_rows import encode_rows
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import ChatTraining
+from rheostat.models.data.problems import ImagePlace
+from rheostat.models.data.training_chats import TrainingText, load_chats, report_chats
+from rheostat.models.text.training_rows import encode_rows
 from tests.support.chat_templates import GENERATION, tokenizer_of, with_template
 from tests.support.data_files import write_lines
 from tests.support.vision import picture

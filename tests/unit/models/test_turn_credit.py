@@ -4,25 +4,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.store.shards import write_shard
-from infra.store.storage import open_store
-from models.config.algorithms import Capo, DrGrpo, Grpo, Ppo, ReinforcePlusPlus
-from models.config.objectives import ConstantMean, PpoClip, SequenceMean, TokenMean, UpdateConfig
-from models.config.reward_terms import EnvironmentReward
-from models.credit.assign import Credit, CreditRule, credit_completions
-from models.credit.comparison import compare_advantages
-from models.credit.inputs import TermColumns
-from models.judges.verdicts import Judgement
-from models.modeling.batching import Sequences, plan_steps
-from models.modeling.layout import TrainingSample, lay_out_samples
-from models.records.model_input import TURN_PROMPT, ModelInput, rollout_inputs
-from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
-from models.records.turn_prompts import count_turn_prompts, split_at_prompts
-from models.rewards.environment import environment_rewards, returns_to_go
-from models.rollouts.groups import TurnRecord
-from models.text.steps import Spans
-from models.training.samples import open_samples
-from models.training.update_steps import build_batches
+from rheostat.infra.store.shards import write_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.models.config.algorithms import Capo, DrGrpo, Grpo, Ppo, ReinforcePlusPlus
+from rheostat.models.config.objectives import ConstantMean, PpoClip, SequenceMean, TokenMean, UpdateConfig
+from rheostat.models.config.reward_terms import EnvironmentReward
+from rheostat.models.credit.assign import Credit, CreditRule, credit_completions
+from rheostat.models.credit.comparison import compare_advantages
+from rheostat.models.credit.inputs import TermColumns
+from rheostat.models.judges.verdicts import Judgement
+from rheostat.models.modeling.batching import Sequences, plan_steps
+from rheostat.models.modeling.layout import TrainingSample, lay_out_samples
+from rheostat.models.records.model_input import TURN_PROMPT, ModelInput, rollout_inputs
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
+from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
+from rheostat.models.rewards.environment import environment_rewards, returns_to_go
+from rheostat.models.rollouts.groups import TurnRecord
+from rheostat.models.text.steps import Spans
+from rheostat.models.training.samples import open_samples
+from rheostat.models.training.update_steps import build_batches
 
 Episode = list[tuple[int, list[int]]]
 """Policy version and tokens of each segment in order."""

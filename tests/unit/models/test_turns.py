@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
-from models.data.problems import ImagePlace, Message, TemplateArguments
-from models.text.tokenizer import render
-from models.text.turns import check_template_appends, turn_format
+from rheostat.infra.errors import BadInput
+from rheostat.models.data.problems import ImagePlace, Message, TemplateArguments
+from rheostat.models.text.tokenizer import render
+from rheostat.models.text.turns import check_template_appends, turn_format
 from tests.support.chat_templates import (
     CASES,
     FIND,

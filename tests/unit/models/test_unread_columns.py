@@ -4,12 +4,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli.plan import list_data_notes
-from infra.errors import BadInput
-from models.config.data import FileData, MixtureData
-from models.data.problems import load_problems
-from models.data.unread_columns import list_column_notes
-from tasks.config.run import override_config
+from rheostat.flows.cli.plan import list_data_notes
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import FileData, MixtureData
+from rheostat.models.data.problems import load_problems
+from rheostat.models.data.unread_columns import list_column_notes
+from rheostat.tasks.config.run import override_config
 from tests.support.data_files import write_lines
 
 TEXT = {"prompt": "1?", "answer": "x"}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from models.inspection.directory import inspect_directory
-from models.modeling.policy import load_policy, load_weights
-from models.modeling.unread_weights import collect_unread_weights
+from rheostat.models.inspection.directory import inspect_directory
+from rheostat.models.modeling.policy import load_policy, load_weights
+from rheostat.models.modeling.unread_weights import collect_unread_weights
 from tests.support.model_files import change_files, set_tensors
 from tests.support.policies import write_policy
 

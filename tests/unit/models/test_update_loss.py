@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.config.divergence import KlPenalty
-from models.config.objectives import (
+from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.objectives import (
     Gspo,
     MaskedImportance,
     NoCorrection,
@@ -20,9 +20,9 @@ from models.config.objectives import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.objectives.importance import correct, needs_old
-from models.objectives.loss_inputs import LossInputs, MetricSums
-from models.objectives.losses import tally_mismatch, update_loss
+from rheostat.models.objectives.importance import correct, needs_old
+from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
+from rheostat.models.objectives.losses import tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, move_policy, pass_tokens, random_tokens
 
 TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5, high=2.0), NoCorrection()

@@ -2,15 +2,15 @@
 
 import pytest
 
-from infra.errors import BadInput
-from models.config.engines import SamplingConfig
-from models.config.environments import DialogueEnvironment
-from models.config.policy import ScratchPolicy
-from models.config.training import SupervisedWarmup
-from models.config.users import DirectoryUser, TrainedUser
-from models.data.problems import Message, Problem, load_problems
-from models.environments.user_view import Transcript, fill_instructions, user_examples
-from models.inspection.users import check_user
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.config.training import SupervisedWarmup
+from rheostat.models.config.users import DirectoryUser, TrainedUser
+from rheostat.models.data.problems import Message, Problem, load_problems
+from rheostat.models.environments.user_view import Transcript, fill_instructions, user_examples
+from rheostat.models.inspection.users import check_user
 from tests.support.demos import demo_part
 from tests.support.policies import write_policy
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
-from models.judges.verdicts import LONGEST, Answer, Judgement, count_votes, lowest_reward, read_verdict
+from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
+from rheostat.models.judges.verdicts import LONGEST, Answer, Judgement, count_votes, lowest_reward, read_verdict
 
 SCORE = ScoreVerdict(low=1, high=5)
 FREE = ChoiceVerdict(choices={"correct": 1.0, "incorrect": -1.0, "unsure": 0.25}, constrained=False)

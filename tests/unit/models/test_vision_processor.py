@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 from transformers import Idefics3Processor, LlavaProcessor
 
-from infra.errors import BadInput
-from models.vision.color_conversion import decode_rgb
-from models.vision.families import ImageSize
-from models.vision.processor import load_processor
+from rheostat.infra.errors import BadInput
+from rheostat.models.vision.color_conversion import decode_rgb
+from rheostat.models.vision.families import ImageSize
+from rheostat.models.vision.processor import load_processor
 from tests.support.policies import write_policy
 from tests.support.vision import FAMILIES, picture, tiny_tokenizer, write_seeing
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.data.curriculum import DynamicSamplingState, another_wave, next_ema, wave_size
+from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, next_ema, wave_size
 
 
 @pytest.mark.parametrize(

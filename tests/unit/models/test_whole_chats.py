@@ -8,25 +8,25 @@ import pytest
 import torch
 from transformers import Lfm2Config, MambaConfig
 
-from infra.errors import BadInput
-from models.config.data import ArithmeticData
-from models.config.policy import ScratchPolicy
-from models.config.texts import TextRules
-from models.config.training import ChatTraining, WarmupConfig
-from models.data.images import digest_of
-from models.data.problems import ImagePlace, Message, TemplateArguments
-from models.data.training_chats import TrainingChat, load_chats, order_chats
-from models.inspection.chats import check_chats
-from models.inspection.directory import inspect_scratch
-from models.modeling.batching import Sequences, fill_microbatches
-from models.modeling.logprobs import TokenLogprobs
-from models.modeling.shared_prompts import may_share_prompts, use_attention_kernel
-from models.records.model_input import ModelInput
-from models.text.tokenizer import load_tokenizer
-from models.text.training_rows import enforce_chat_length
-from models.text.whole_chats import ChatEncoder
-from models.training.supervised import imitation_loss
-from models.vision.processor import load_processor
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.data import ArithmeticData
+from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.config.texts import TextRules
+from rheostat.models.config.training import ChatTraining, WarmupConfig
+from rheostat.models.data.images import digest_of
+from rheostat.models.data.problems import ImagePlace, Message, TemplateArguments
+from rheostat.models.data.training_chats import TrainingChat, load_chats, order_chats
+from rheostat.models.inspection.chats import check_chats
+from rheostat.models.inspection.directory import inspect_scratch
+from rheostat.models.modeling.batching import Sequences, fill_microbatches
+from rheostat.models.modeling.logprobs import TokenLogprobs
+from rheostat.models.modeling.shared_prompts import may_share_prompts, use_attention_kernel
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.text.training_rows import enforce_chat_length
+from rheostat.models.text.whole_chats import ChatEncoder
+from rheostat.models.training.supervised import imitation_loss
+from rheostat.models.vision.processor import load_processor
 from tests.support.chat_templates import CHATML, FIND, GENERATION, PUBLISHED, SMOLVLM, tokenizer_of, with_template
 from tests.support.data_files import write_lines
 from tests.support.families import FAMILIES, SHAPE, build

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.measurements import LineSums, Measurements, Prior, UnitObservation, fit_line
-from placement.records import Pace
+from rheostat.placement.measurements import LineSums, Measurements, Prior, UnitObservation, fit_line
+from rheostat.placement.records import Pace
 
 
 def build_unit(role="rollout", *, lengths, base=0.005, slope=0.0002, setup=0.01, unit=0.5, detail=64):

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.config import AdaptivePlacement, ColocatedPlacement, FixedPlacement, ProportionalPlacement
-from placement.forecast.remaining import estimate_stage_factor, predict_remaining, sample_residuals
-from placement.policies.build import build_policy
-from placement.records import Decision, DrainInputs, Memory
+from rheostat.placement.config import AdaptivePlacement, ColocatedPlacement, FixedPlacement, ProportionalPlacement
+from rheostat.placement.forecast.remaining import estimate_stage_factor, predict_remaining, sample_residuals
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision, DrainInputs, Memory
 from tests.support.placements import demand, drain_inputs, lognormal, split, turns
 
 ADAPTIVE = build_policy(AdaptivePlacement())

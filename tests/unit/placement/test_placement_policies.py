@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.errors import BadInput
-from placement.config import (
+from rheostat.infra.errors import BadInput
+from rheostat.placement.config import (
     AdaptivePlacement,
     ColocatedPlacement,
     FixedPlacement,
     ProportionalPlacement,
     TargetPlacement,
 )
-from placement.forecast.stage import forecast, score_plans
-from placement.policies import simple
-from placement.policies.build import build_policy
-from placement.records import Decision, Memory, PlanInputs
-from placement.slots import list_candidates
+from rheostat.placement.forecast.stage import forecast, score_plans
+from rheostat.placement.policies import simple
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision, Memory, PlanInputs
+from rheostat.placement.slots import list_candidates
 from tests.support.placements import demand, lognormal, plan_inputs, split, turns
 
 ADAPTIVE = build_policy(AdaptivePlacement())

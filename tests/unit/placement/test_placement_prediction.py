@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.forecast import stage
-from placement.forecast.lengths import sample_units
-from placement.forecast.stage import forecast, list_schedule, unit_seconds
-from placement.records import Pace
-from placement.slots import list_candidates
+from rheostat.placement.forecast import stage
+from rheostat.placement.forecast.lengths import sample_units
+from rheostat.placement.forecast.stage import forecast, list_schedule, unit_seconds
+from rheostat.placement.records import Pace
+from rheostat.placement.slots import list_candidates
 from tests.support.placements import demand, draw_seconds, finish, lognormal, plan_inputs, split, stage_seconds, turns
 
 

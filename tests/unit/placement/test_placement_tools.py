@@ -9,10 +9,10 @@ import pytest
 
 from bench.simulator.baselines import colocated_seconds, split_seconds
 from bench.simulator.workload import RoleWork, StageWork
-from placement.forecast.stage import forecast, unit_seconds
-from placement.measurements import Measurements, UnitObservation
-from placement.policies.simple import Proportional
-from placement.records import Pace, Plan, PlanInputs, ResizeCost
+from rheostat.placement.forecast.stage import forecast, unit_seconds
+from rheostat.placement.measurements import Measurements, UnitObservation
+from rheostat.placement.policies.simple import Proportional
+from rheostat.placement.records import Pace, Plan, PlanInputs, ResizeCost
 
 UNITS, SLOTS, SWITCH = 12, 8, 10.0
 WAITING = {"rollout": 6.0, "scoring": 0.6}

@@ -8,8 +8,8 @@ import pytest
 from bench.decoders import QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder
 from bench.device import peak_flops
 from bench.gpu import SCALES, server_share
-from infra.errors import BadInput
-from placement.roofline import (
+from rheostat.infra.errors import BadInput
+from rheostat.placement.roofline import (
     ADAM_BYTES,
     Device,
     Generated,

@@ -36,9 +36,9 @@ from bench.simulator.workload import (
     sample_lengths,
     sample_workload,
 )
-from placement.config import AdaptivePlacement, FixedPlacement
-from placement.policies.build import build_policy
-from placement.records import Decision, Demand, MeasuredRun, MeasuredStage, Memory, Pace, Plan
+from rheostat.placement.config import AdaptivePlacement, FixedPlacement
+from rheostat.placement.policies.build import build_policy
+from rheostat.placement.records import Decision, Demand, MeasuredRun, MeasuredStage, Memory, Pace, Plan
 
 PACE = Pace(base_seconds=1.0, per_sequence_seconds=0.5)
 ONE_EACH = Plan(mode="split", rollout=1, scoring=1)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.slots import assign_replicas, count_min_slots
-from tasks.run.batch import slice_shards, split_prompts
+from rheostat.placement.slots import assign_replicas, count_min_slots
+from rheostat.tasks.run.batch import slice_shards, split_prompts
 
 
 @given(st.integers(1, 500), st.integers(1, 64))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.cli.app import main
-from infra.store.registry import open_registry
-from infra.store.runs import create_run
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.registry import open_registry
+from rheostat.infra.store.runs import create_run
 
 
 @pytest.fixture

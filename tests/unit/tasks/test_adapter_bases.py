@@ -9,18 +9,18 @@ import yaml
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
-import infra.store.hub
-from infra.store.bundles import BundleRef
-from infra.store.hub import cache_folder, resolve_commit
-from infra.store.hub_names import HubAddress
-from infra.store.inputs import fetch_path, format_path, place_texts
-from models.config.lora import LoraConfig
-from models.modeling.merging import find_base
-from models.modeling.weighted_sum import write_merge
-from models.records.merges import MERGE, MergeWork
-from tasks.config.run import parse_config
-from tasks.run.hub_inputs import base_commits, fetch_hub_inputs, with_base_commits, with_hub_commits
-from tasks.soup.merging import mergekit_page, weighted_parents
+import rheostat.infra.store.hub
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.hub import cache_folder, resolve_commit
+from rheostat.infra.store.hub_names import HubAddress
+from rheostat.infra.store.inputs import fetch_path, format_path, place_texts
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.modeling.merging import find_base
+from rheostat.models.modeling.weighted_sum import write_merge
+from rheostat.models.records.merges import MERGE, MergeWork
+from rheostat.tasks.config.run import parse_config
+from rheostat.tasks.run.hub_inputs import base_commits, fetch_hub_inputs, with_base_commits, with_hub_commits
+from rheostat.tasks.soup.merging import mergekit_page, weighted_parents
 from tests.support.memory_bucket import memory_bucket
 from tests.support.policies import write_adapter, write_policy
 
@@ -55,7 +55,7 @@ def move_branch(hub, folder: Path) -> str:
     write_policy(folder, seed=1)
     moved = hub.add("team/tiny", folder)
     snapshot_download("team/tiny", endpoint=hub.url, cache_dir=cache_folder())
-    infra.store.hub._query_commit.cache_clear()
+    rheostat.infra.store.hub._query_commit.cache_clear()
     assert moved != before
     return before
 

@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from infra.pools.threads import ThreadCluster
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
-from models.config.alarms import MEASURED
-from models.records.versions import policy_of
-from tasks.commit import retire_policies
-from tasks.run.iteration import Iteration
-from tasks.run.open_run import OpenRun
-from tasks.run.ordered_reverts import revert_target
-from tasks.run.reverts import policy_after, revert_key, updating_iteration
-from tasks.run.states import newest_with_state, updates_since_state
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.models.config.alarms import MEASURED
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.commit import retire_policies
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.ordered_reverts import revert_target
+from rheostat.tasks.run.reverts import policy_after, revert_key, updating_iteration
+from rheostat.tasks.run.states import newest_with_state, updates_since_state
 from tests.support.configurations import accepted
 from tests.support.versions import commit_version, empty_bundle, stored_bundles
 

@@ -6,10 +6,10 @@ import socket
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra.errors import BadInput
-from infra.store.bundles import has_bundle
-from tasks import events
-from tasks.promotion.registry import promote, prune, refuse, rollback
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import has_bundle
+from rheostat.tasks import events
+from rheostat.tasks.promotion.registry import promote, prune, refuse, rollback
 from tests.support.champions import append_record
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.config.optimizers import Adam8bit
-from tasks.config.run import load_config
+from rheostat.models.config.optimizers import Adam8bit
+from rheostat.tasks.config.run import load_config
 from tests.support.configurations import accepted, refusal
 from tests.support.jobs import ROOT
 

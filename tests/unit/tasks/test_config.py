@@ -10,11 +10,11 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter, ValidationError
 
-from infra.config import PoolsConfig, Settings, describe_difference
-from infra.errors import BadInput
-from models.config.policy import VisionScratchPolicy
-from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
-from tasks.run.rescorings import RecreditTerms
+from rheostat.infra.config import PoolsConfig, Settings, describe_difference
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.policy import VisionScratchPolicy
+from rheostat.tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
+from rheostat.tasks.run.rescorings import RecreditTerms
 from tests.support.configurations import accepted, refusal
 
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.costs import Account, Cost, total
-from infra.store.bundles import BundleRef
-from infra.store.manifests import Manifest, decode_manifest, provenance_here
-from infra.store.shards import ShardRef
-from models.config.budget import BudgetConfig
-from tasks.costs import Reservation, compute_costs
+from rheostat.infra.costs import Account, Cost, total
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.manifests import Manifest, decode_manifest, provenance_here
+from rheostat.infra.store.shards import ShardRef
+from rheostat.models.config.budget import BudgetConfig
+from rheostat.tasks.costs import Reservation, compute_costs
 from tests.support.configurations import accepted
 
 JUDGES = (

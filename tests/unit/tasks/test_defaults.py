@@ -2,11 +2,11 @@
 
 import pytest
 
-from infra.errors import BadInput
-from infra.store.runs import create_run
-from models.commands.sizes import check_sizes
-from models.config.data import ArithmeticData
-from tasks.run.preflight import unset_keys, with_data_sized_defaults, with_recorded_defaults
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.runs import create_run
+from rheostat.models.commands.sizes import check_sizes
+from rheostat.models.config.data import ArithmeticData
+from rheostat.tasks.run.preflight import unset_keys, with_data_sized_defaults, with_recorded_defaults
 from tests.support.configurations import accepted
 
 FEW = {"train_problems": 47.0, "max_prompts": 47.0, "heldout_problems": 3.0}

@@ -11,14 +11,14 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
-from flows.cli.app import main
-from infra.demos import DEMOS, FORMER_DATA_KINDS, FORMER_TARGETS, demo_names
-from infra.errors import BadInput, DeprecatedSpelling
-from infra.plugins import TARGETS, find_target
-from models.data.problems import load_problems
-from tasks.config.documents import toml_value
-from tasks.config.run import RunConfig, load_config, parse_config
-from tasks.run.dependencies import dependencies_of
+from rheostat.flows.cli.app import main
+from rheostat.infra.demos import DEMOS, FORMER_DATA_KINDS, FORMER_TARGETS, demo_names
+from rheostat.infra.errors import BadInput, DeprecatedSpelling
+from rheostat.infra.plugins import TARGETS, find_target
+from rheostat.models.data.problems import load_problems
+from rheostat.tasks.config.documents import toml_value
+from rheostat.tasks.config.run import RunConfig, load_config, parse_config
+from rheostat.tasks.run.dependencies import dependencies_of
 from tests.support.demos import demo_job, load_demo
 from tests.support.jobs import ROOT
 
@@ -71,7 +71,8 @@ def test_a_former_kind_is_read_from_stored_runs_messages_and_parameters_of_deplo
 
 def test_a_process_that_knows_no_folder_reads_a_former_kind():
     code = (
-        "from tasks.config.run import override_config\nfrom models.data.problems import load_problems\n"
+        "from rheostat.tasks.config.run import override_config\n"
+        "from rheostat.models.data.problems import load_problems\n"
         "config = override_config({}, ['data.kind=measures', 'data.train_problems=4'], source='job')\n"
         "print(len(load_problems(config.data, 'train', 0)))"
     )
@@ -116,8 +117,9 @@ def test_the_version_of_rheostat_covers_the_code_of_an_installed_demonstration()
 
 def test_a_copy_of_a_demonstration_is_code_of_the_user(tmp_path, monkeypatch):
     code = (
-        "from pathlib import Path\nfrom infra.plugins import register_target_folder\n"
-        "from tasks.config.run import load_config\nfrom tasks.run.dependencies import dependencies_of\n"
+        "from pathlib import Path\nfrom rheostat.infra.plugins import register_target_folder\n"
+        "from rheostat.tasks.config.run import load_config\n"
+        "from rheostat.tasks.run.dependencies import dependencies_of\n"
         "register_target_folder(Path('copy'))\nconfig = load_config(Path('copy/job.toml'))\n"
         "print(config.identity()['data']['target'], *dependencies_of(config).code['data measures:MeasuresData'])"
     )
@@ -131,7 +133,10 @@ def test_a_copy_of_a_demonstration_is_code_of_the_user(tmp_path, monkeypatch):
 
 def test_a_module_of_the_user_that_hides_a_demonstration_is_named(tmp_path):
     shutil.copy(DEMOS / "dialogue/measures.py", tmp_path)
-    code = "from tasks.config.run import override_config\noverride_config({}, ['data.kind=measures'], source='job')"
+    code = (
+        "from rheostat.tasks.config.run import override_config\n"
+        "override_config({}, ['data.kind=measures'], source='job')"
+    )
     kept = {name: value for name, value in os.environ.items() if name != TARGETS}
     environment = kept | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

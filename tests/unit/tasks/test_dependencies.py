@@ -13,18 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from infra.errors import InputErrors, RunChanged
-from infra.store.dependencies import Dependencies, dependency_records, record_dependencies
-from infra.store.file_digests import file_digests
-from infra.store.runs import create_run
-from models.config.engines import VllmEngine
-from models.config.environments import EnvironmentConfig
-from models.config.rollout import RolloutConfig
-from models.data.image_files import image_files
-from models.data.rows import read_rows
-from tasks.config.run import RunConfig, load_config, parse_config
-from tasks.run import dependencies
-from tasks.run.dependencies import dependencies_of, find_matching_run
+from rheostat.infra.errors import InputErrors, RunChanged
+from rheostat.infra.store.dependencies import Dependencies, dependency_records, record_dependencies
+from rheostat.infra.store.file_digests import file_digests
+from rheostat.infra.store.runs import create_run
+from rheostat.models.config.engines import VllmEngine
+from rheostat.models.config.environments import EnvironmentConfig
+from rheostat.models.config.rollout import RolloutConfig
+from rheostat.models.data.image_files import image_files
+from rheostat.models.data.rows import read_rows
+from rheostat.tasks.config.run import RunConfig, load_config, parse_config
+from rheostat.tasks.run import dependencies
+from rheostat.tasks.run.dependencies import dependencies_of, find_matching_run
 from tests.support.configurations import accepted
 from tests.support.data_files import write_lines
 from tests.support.memory_bucket import memory_bucket
@@ -40,7 +40,7 @@ algorithm = {kind = "target", target = "dependent_settings:Mine"}
 placement = {kind = "target", target = "dependent_placement:Mine"}
 """
 SETTINGS = """
-from models.config.algorithms import Grpo
+from rheostat.models.config.algorithms import Grpo
 class Mine(Grpo):
     kind: str = "mine"
     implementation = "dependent_algorithm:advantages"

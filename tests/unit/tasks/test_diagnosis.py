@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.views.diagnosis import (
+from rheostat.tasks.views.diagnosis import (
     ENTROPY_LEFT,
     INFORMATIVE,
     LONGER,

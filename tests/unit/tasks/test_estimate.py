@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from models.commands.memory import MicrobatchSizes, frozen_bytes, loading_bytes, peak_bytes
-from models.config.objectives import UpdateConfig
-from models.inspection.plain import DecoderSizes
-from placement.roofline import ADAM_BYTES, Accelerator
-from tasks.views.estimate import estimate, list_loading_notes, loading_excess
+from rheostat.models.commands.memory import MicrobatchSizes, frozen_bytes, loading_bytes, peak_bytes
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.placement.roofline import ADAM_BYTES, Accelerator
+from rheostat.tasks.views.estimate import estimate, list_loading_notes, loading_excess
 from tests.support.configurations import accepted
 
 GPU = Accelerator("G", bfloat16=4e6, float32=1e6, bandwidth=1e15, memory=1e3)
@@ -142,7 +142,7 @@ def test_matmul_parameters_are_the_same_with_and_without_building_the_model():
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
     from transformers.initialization import no_init_weights
 
-    from models.modeling.adapters import outline
+    from rheostat.models.modeling.adapters import outline
 
     sizes = DecoderSizes("llama", 300, 16, 24, layers=2, heads=4, kv_heads=2, head_size=4, context=32)
     shape = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

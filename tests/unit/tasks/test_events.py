@@ -11,12 +11,12 @@ from prefect.events.worker import EventsWorker
 from prefect.server.events.actions import SendNotification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli.prefect_api import DEFAULTS
-from flows.run_access import _report_run
-from infra.errors import BadInput
-from infra.store.registry import Kind
-from infra.store.runs import create_run
-from tasks.events import RunEvent, emit_of_run
+from rheostat.flows.cli.prefect_api import DEFAULTS
+from rheostat.flows.run_access import _report_run
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.registry import Kind
+from rheostat.infra.store.runs import create_run
+from rheostat.tasks.events import RunEvent, emit_of_run
 from tests.support.jobs import ROOT
 
 BLOCK = "5c1f0c5e-6b0e-4c5e-9d0c-2f8d5a3b7e11"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flows.cli.app import main
+from rheostat.flows.cli.app import main
 from tests.support.jobs import ROOT
 
 JOB = """

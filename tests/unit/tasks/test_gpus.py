@@ -2,10 +2,10 @@
 
 import pytest
 
-from infra.pools.fleet import Fleet
-from infra.pools.threads import ThreadLauncher
-from infra.pools.worker import PoolSpec
-from tasks.config.gpus import (
+from rheostat.infra.pools.fleet import Fleet
+from rheostat.infra.pools.threads import ThreadLauncher
+from rheostat.infra.pools.worker import PoolSpec
+from rheostat.tasks.config.gpus import (
     BUCKET_NUMBERS,
     CUDA_BYTES,
     GATHERED_NUMBERS,
@@ -15,8 +15,8 @@ from tasks.config.gpus import (
     kept_rank_bytes,
     library_bytes,
 )
-from tasks.placement.stage import reserve_shared_gpus
-from tasks.run.open_run import OpenRun
+from rheostat.tasks.placement.stage import reserve_shared_gpus
+from rheostat.tasks.run.open_run import OpenRun
 from tests.support.configurations import accepted
 
 FACTS = {

@@ -11,35 +11,35 @@ from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-import infra.store.hub
-from flows.cli.train import _build_evaluation_config
-from infra.errors import BadInput, RunChanged
-from infra.store.dependencies import dependency_records, record_dependencies, recorded_commits, recorded_config
-from infra.store.hub import cache_folder, resolve_commit
-from infra.store.hub_names import HubAddress
-from infra.store.inputs import HubPath, fetch_path, paths_in, place_texts, recorded_base
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
-from models.config.data import FileData
-from models.config.proposals import ProposalRequest
-from models.config.retriever import RetrieverConfig
-from models.data.files import file_problems, read_problems
-from models.data.preferences import load_preferences
-from models.data.problems import load_problems
-from models.data.training_chats import load_chats
-from models.inspection.directory import inspect_import
-from models.inspection.other_models import check_teacher
-from models.modeling.critic import critic_from_policy, write_critic
-from models.modeling.initial import write_judge, write_reward_model
-from models.modeling.initial import write_policy as write_initial_policy
-from models.modeling.policy import save_policy
-from models.proposals.job import propose_job
-from models.text.tokenizer import load_tokenizer
-from tasks.config.run import RunConfig, parse_config
-from tasks.retriever import lock_retriever, with_recorded_defaults
-from tasks.run.dependencies import dependencies_of
-from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_base_commits, with_hub_commits
-from tasks.soup.merging import weighted_parents
+import rheostat.infra.store.hub
+from rheostat.flows.cli.train import _build_evaluation_config
+from rheostat.infra.errors import BadInput, RunChanged
+from rheostat.infra.store.dependencies import dependency_records, record_dependencies, recorded_commits, recorded_config
+from rheostat.infra.store.hub import cache_folder, resolve_commit
+from rheostat.infra.store.hub_names import HubAddress
+from rheostat.infra.store.inputs import HubPath, fetch_path, paths_in, place_texts, recorded_base
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.models.config.data import FileData
+from rheostat.models.config.proposals import ProposalRequest
+from rheostat.models.config.retriever import RetrieverConfig
+from rheostat.models.data.files import file_problems, read_problems
+from rheostat.models.data.preferences import load_preferences
+from rheostat.models.data.problems import load_problems
+from rheostat.models.data.training_chats import load_chats
+from rheostat.models.inspection.directory import inspect_import
+from rheostat.models.inspection.other_models import check_teacher
+from rheostat.models.modeling.critic import critic_from_policy, write_critic
+from rheostat.models.modeling.initial import write_judge, write_reward_model
+from rheostat.models.modeling.initial import write_policy as write_initial_policy
+from rheostat.models.modeling.policy import save_policy
+from rheostat.models.proposals.job import propose_job
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.tasks.config.run import RunConfig, parse_config
+from rheostat.tasks.retriever import lock_retriever, with_recorded_defaults
+from rheostat.tasks.run.dependencies import dependencies_of
+from rheostat.tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_base_commits, with_hub_commits
+from rheostat.tasks.soup.merging import weighted_parents
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 
@@ -50,7 +50,7 @@ JOB = {"name": "r", "policy": POLICY, "data": DATA}
 
 def resolve_again():
     """Forget the commits that this process has resolved, as a new process would."""
-    infra.store.hub._query_commit.cache_clear()
+    rheostat.infra.store.hub._query_commit.cache_clear()
 
 
 PAIRS = [{"prompt": f"number {each}?", "chosen": str(each), "rejected": "none"} for each in range(40)]

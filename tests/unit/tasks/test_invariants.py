@@ -7,25 +7,25 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.store.bundles import publish_bundle
-from infra.store.manifests import Manifest
-from infra.store.runs import Run, create_run, open_run
-from infra.store.shards import read_shard, write_shard
-from models.config.algorithms import Grpo
-from models.config.engines import SamplingConfig
-from models.config.reward_terms import RegexReward
-from models.config.rewards import ScoringConfig
-from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
-from models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
-from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import ModelVersion, Outcome, bundles_of
-from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
-from models.workers.rollout import RolloutWorker
-from models.workers.scoring import ScoringWorker
-from tasks.run.batch import BatchPlan
-from tasks.run.iteration import CarryOver, Iteration, carry_over_after
-from tasks.run.keys import StageKey, iteration_key
-from tasks.verification.invariants import check_invariants
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run, create_run, open_run
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.models.config.algorithms import Grpo
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.reward_terms import RegexReward
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
+from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
+from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.records.versions import ModelVersion, Outcome, bundles_of
+from rheostat.models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from rheostat.models.workers.rollout import RolloutWorker
+from rheostat.models.workers.scoring import ScoringWorker
+from rheostat.tasks.run.batch import BatchPlan
+from rheostat.tasks.run.iteration import CarryOver, Iteration, carry_over_after
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.verification.invariants import check_invariants
 from tests.support.policies import small_tokenizer, write_policy
 
 DYNAMIC = DynamicSampling(surplus="keep", max_extra_waves=1, margin=1.5)

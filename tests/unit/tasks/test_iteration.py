@@ -10,18 +10,18 @@ from prefect.cache_policies import NO_CACHE
 from prefect.utilities.collections import visit_collection
 from pydantic import BaseModel
 
-import tasks
-from infra.errors import Damaged
-from infra.pools.threads import ThreadCluster
-from infra.store.manifests import Manifest
-from infra.store.runs import Run
-from models.config.engines import SamplingConfig
-from tasks.config.run import override_config
-from tasks.placement.stage import get_placement
-from tasks.run.batch import Batch, BatchPlan
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.open_run import OpenRun, open_with_workers
+import rheostat.tasks
+from rheostat.infra.errors import Damaged
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import Run
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.tasks.config.run import override_config
+from rheostat.tasks.placement.stage import get_placement
+from rheostat.tasks.run.batch import Batch, BatchPlan
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey, iteration_key
+from rheostat.tasks.run.open_run import OpenRun, open_with_workers
 
 
 def plan(run: Run, wave: int) -> BatchPlan:
@@ -93,7 +93,9 @@ def test_prefect_does_not_traverse_the_arguments_of_tasks(run):
 
 
 def test_no_task_has_a_cache_in_prefect():
-    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(tasks.__path__, "tasks.")]
+    modules = [
+        importlib.import_module(found.name) for found in pkgutil.walk_packages(rheostat.tasks.__path__, "tasks.")
+    ]
     found = {task.name: task for module in modules for task in vars(module).values() if isinstance(task, Task)}
     assert len(found) > 20
     assert [name for name, task in found.items() if task.cache_policy != NO_CACHE] == []

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from infra.errors import DeprecatedSpelling, RunChanged
-from infra.store.dependencies import record_dependencies, recorded_config
-from infra.store.garbage import depends_on
-from infra.store.inputs import PathNames
-from infra.store.runs import Run, create_run
-from infra.validation_errors import field_models
-from models.config.retriever import PairFile, RetrieverConfig
-from models.config.users import DirectoryUser
-from tasks.config.run import RunConfig, load_config, parse_config, validate_again
-from tasks.run.dependencies import dependencies_of, find_matching_run
+from rheostat.infra.errors import DeprecatedSpelling, RunChanged
+from rheostat.infra.store.dependencies import record_dependencies, recorded_config
+from rheostat.infra.store.garbage import depends_on
+from rheostat.infra.store.inputs import PathNames
+from rheostat.infra.store.runs import Run, create_run
+from rheostat.infra.validation_errors import field_models
+from rheostat.models.config.retriever import PairFile, RetrieverConfig
+from rheostat.models.config.users import DirectoryUser
+from rheostat.tasks.config.run import RunConfig, load_config, parse_config, validate_again
+from rheostat.tasks.run.dependencies import dependencies_of, find_matching_run
 
 JOB = """
 name = "job"
@@ -85,8 +85,8 @@ def test_relative_paths_in_documents_without_a_file_stay_relative():
 
 def test_options_of_a_user_class_can_have_paths_too(tmp_path, monkeypatch):
     (tmp_path / "own_source.py").write_text(
-        "from infra.store.inputs import Location\n"
-        "from models.config.data import DataSource\n"
+        "from rheostat.infra.store.inputs import Location\n"
+        "from rheostat.models.config.data import DataSource\n"
         "class Mine(DataSource):\n    implementation = 'own_source:f'\n    where: Location\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.run.keys import BASE, DPO, PROMPTS, SFT, TEACHER, StageKey, evaluation_key, iteration_key, reward_model_role
+from rheostat.tasks.run.keys import (
+    BASE,
+    DPO,
+    PROMPTS,
+    SFT,
+    TEACHER,
+    StageKey,
+    evaluation_key,
+    iteration_key,
+    reward_model_role,
+)
 
 NUMBERS = st.integers(0, 10**6)
 TERMS = st.from_regex(r"[a-z][a-z0-9_]{0,31}", fullmatch=True)

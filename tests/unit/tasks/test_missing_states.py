@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.store.bundles import BundleRef
-from infra.store.manifests import Manifest
-from tasks.run.states import possibly_missing_states
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.manifests import Manifest
+from rheostat.tasks.run.states import possibly_missing_states
 
 
 def build_updates(*repeated: int) -> list[Manifest]:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flows.cli.app import main
-from infra.store.runs import open_run
-from models.data.images import data_address, digest_of, thumbnail
-from models.records.media import Media
-from models.records.work import ExcerptWork, ScoredShard
-from models.rollouts.preview import PICTURED, read_excerpts
-from tasks.run.batch import picture_shards_of, rollouts_of
-from tasks.run.keys import StageKey
-from tasks.views.report.run import report_page
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.runs import open_run
+from rheostat.models.data.images import data_address, digest_of, thumbnail
+from rheostat.models.records.media import Media
+from rheostat.models.records.work import ExcerptWork, ScoredShard
+from rheostat.models.rollouts.preview import PICTURED, read_excerpts
+from rheostat.tasks.run.batch import picture_shards_of, rollouts_of
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.views.report.run import report_page
 from tests.support.long_runs import write_long_run
 from tests.support.pictures import picture
 

@@ -10,12 +10,12 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import BaseModel, ConfigDict
 
-from infra.errors import BadInput, DeprecatedSpelling, RunChanged
-from infra.renamed import RenamedFrom, RenamedValue
-from infra.store.runs import create_run, open_run
-from infra.terminal import command_app, run_command
-from infra.validation_errors import field_models
-from tasks.config.run import _HOW, RunConfig, load_config, override_config, parse_config
+from rheostat.infra.errors import BadInput, DeprecatedSpelling, RunChanged
+from rheostat.infra.renamed import RenamedFrom, RenamedValue
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.infra.terminal import command_app, run_command
+from rheostat.infra.validation_errors import field_models
+from rheostat.tasks.config.run import _HOW, RunConfig, load_config, override_config, parse_config
 from tests.support.configurations import accepted, refusal
 from tests.support.demos import demo_part
 
@@ -50,7 +50,7 @@ CASES = [
     Case.model_validate(case) for case in tomllib.loads(Path(__file__).with_name("renamed.toml").read_text())["case"]
 ]
 BOTH_KEYS = [case for case in CASES if case.leaves[0] not in ("return", "seeing_scratch")]
-WARNED = "ignore::infra.errors.DeprecatedSpelling"
+WARNED = "ignore::rheostat.infra.errors.DeprecatedSpelling"
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.old.partition(" = ")[0])
 
 

@@ -9,24 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.cli.app import main
-from infra.demos import DEMOS
-from infra.errors import BadInput, Damaged
-from infra.store.local import LocalStore
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run
-from tasks.config.run import load_config, override_config
-from tasks.run.keys import DPO, PROMPTS, SFT, StageKey, evaluation_key, reward_model_role
-from tasks.views import run_list
-from tasks.views.report.comparison import compare_runs, comparison_page
-from tasks.views.report.numbers import numbers_of
-from tasks.views.report.page import toml
-from tasks.views.report.run import report_page
-from tasks.views.report.samples import CHARACTERS, spread
-from tasks.views.report.sections import missing
-from tasks.views.run_list import list_run_lines
-from tasks.views.run_progress import ProgressReader
-from tasks.views.runs import describe_run
+from rheostat.flows.cli.app import main
+from rheostat.infra.demos import DEMOS
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run
+from rheostat.tasks.config.run import load_config, override_config
+from rheostat.tasks.run.keys import DPO, PROMPTS, SFT, StageKey, evaluation_key, reward_model_role
+from rheostat.tasks.views import run_list
+from rheostat.tasks.views.report.comparison import compare_runs, comparison_page
+from rheostat.tasks.views.report.numbers import numbers_of
+from rheostat.tasks.views.report.page import toml
+from rheostat.tasks.views.report.run import report_page
+from rheostat.tasks.views.report.samples import CHARACTERS, spread
+from rheostat.tasks.views.report.sections import missing
+from rheostat.tasks.views.run_list import list_run_lines
+from rheostat.tasks.views.run_progress import ProgressReader
+from rheostat.tasks.views.runs import describe_run
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
 from tests.support.long_runs import write_long_run
@@ -262,7 +262,7 @@ def test_the_list_of_runs_shows_the_status_of_each_run(tmp_path):
 def test_a_long_list_of_runs_can_be_cut_to_the_newest(tmp_path, capsys, monkeypatch):
     for day, name in enumerate("cab", start=1):
         now = datetime(2026, 11, day, tzinfo=UTC)
-        monkeypatch.setattr("infra.store.run_record.datetime", SimpleNamespace(now=lambda zone, now=now: now))
+        monkeypatch.setattr("rheostat.infra.store.run_record.datetime", SimpleNamespace(now=lambda zone, now=now: now))
         create_run(str(tmp_path), name, {})
     (tmp_path / "c/run.json").write_text("torn")
     lines, num_runs = list_run_lines(str(tmp_path), limit=2)

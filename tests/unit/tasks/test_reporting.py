@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from infra.costs import Cost
-from infra.terminal import WIDTH
-from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
-from models.records.media import InMemoryImages, ShownImage
-from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport, iteration_table
-from tasks.views.pages import rollouts_page
-from tasks.views.summary import (
+from rheostat.infra.costs import Cost
+from rheostat.infra.terminal import WIDTH
+from rheostat.models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
+from rheostat.models.records.media import InMemoryImages, ShownImage
+from rheostat.models.rollouts.preview import Excerpts, RolloutPreview
+from rheostat.tasks.views.metrics import Accuracy, EpisodesReport, IterationReport, iteration_table
+from rheostat.tasks.views.pages import rollouts_page
+from rheostat.tasks.views.summary import (
     RunSummary,
     escape_markdown,
     places_of,

@@ -6,20 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-import infra.store.hub
-from flows.cli.requests import find_recredit_conflicts, stored_configuration
-from infra.store.chain import check_chain
-from infra.store.dependencies import record_dependencies, recorded_config
-from infra.store.inputs import paths_in, place_texts
-from infra.store.manifests import Manifest
-from infra.store.runs import create_run, open_run
-from tasks.config.run import parse_config
-from tasks.rescoring import begin_rescoring, find_remaining_iterations, reuse_reward_models
-from tasks.run.dependencies import dependencies_of
-from tasks.run.hub_inputs import with_hub_commits
-from tasks.run.keys import StageKey
-from tasks.run.open_run import OpenRun
-from tasks.run.rescorings import (
+import rheostat.infra.store.hub
+from rheostat.flows.cli.requests import find_recredit_conflicts, stored_configuration
+from rheostat.infra.store.chain import check_chain
+from rheostat.infra.store.dependencies import record_dependencies, recorded_config
+from rheostat.infra.store.inputs import paths_in, place_texts
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.tasks.config.run import parse_config
+from rheostat.tasks.rescoring import begin_rescoring, find_remaining_iterations, reuse_reward_models
+from rheostat.tasks.run.dependencies import dependencies_of
+from rheostat.tasks.run.hub_inputs import with_hub_commits
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.rescorings import (
     DerivedResult,
     RecreditTerms,
     RescoringTerms,
@@ -92,7 +92,7 @@ async def rescore(stored_run, config, derived):
 
 def move_branch(hub, name):
     commit = hub.add(name, {"config.json": b"{}", f"{len(hub.requests)}.txt": b""})
-    infra.store.hub._query_commit.cache_clear()
+    rheostat.infra.store.hub._query_commit.cache_clear()
     return commit
 
 

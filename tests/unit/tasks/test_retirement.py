@@ -6,19 +6,19 @@ import signal
 
 import pytest
 
-from infra.errors import Damaged
-from infra.pools.threads import ThreadCluster
-from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.garbage import find_garbage
-from infra.store.manifests import Manifest
-from infra.store.readers import keep_while_read
-from infra.store.runs import Run, create_run
-from infra.store.storage import open_store
-from infra.store.verify import verify_store
-from tasks.commit import retire_bundles, retire_policies, retire_rollouts
-from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey
-from tasks.run.open_run import OpenRun
+from rheostat.infra.errors import Damaged
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.garbage import find_garbage
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.readers import keep_while_read
+from rheostat.infra.store.runs import Run, create_run
+from rheostat.infra.store.storage import open_store
+from rheostat.infra.store.verify import verify_store
+from rheostat.tasks.commit import retire_bundles, retire_policies, retire_rollouts
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey
+from rheostat.tasks.run.open_run import OpenRun
 from tests.support.configurations import accepted
 from tests.support.processes import preload, process
 from tests.support.versions import commit_version, empty_bundle, stored_bundles

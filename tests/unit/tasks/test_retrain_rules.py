@@ -2,11 +2,11 @@
 
 import pytest
 
-from infra.store.registry import open_registry
-from infra.store.runs import create_run
-from models.config.file_rules import find_file_version
-from tasks.config.run import override_config
-from tasks.promotion.draft import describe_file_rules, draft_retrain
+from rheostat.infra.store.registry import open_registry
+from rheostat.infra.store.runs import create_run
+from rheostat.models.config.file_rules import find_file_version
+from rheostat.tasks.config.run import override_config
+from rheostat.tasks.promotion.draft import describe_file_rules, draft_retrain
 from tests.support.champions import append_record
 
 RULES = {"registry": "assistant", "problems": "all", "primary": {"suite": "heldout", "min_gain": 0}}

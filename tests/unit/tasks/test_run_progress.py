@@ -10,12 +10,12 @@ from datetime import datetime, timedelta
 import pytest
 from rich.console import Console
 
-from flows.cli.live import draw_page, draw_sparkline
-from infra.store.progress import StepNotes, newest_note
-from infra.store.runs import open_run
-from infra.store.storage import open_store
-from infra.terminal import WIDTH
-from tasks.views.run_progress import ProgressReader, find_lock_holder
+from rheostat.flows.cli.live import draw_page, draw_sparkline
+from rheostat.infra.store.progress import StepNotes, newest_note
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.storage import open_store
+from rheostat.infra.terminal import WIDTH
+from rheostat.tasks.views.run_progress import ProgressReader, find_lock_holder
 
 LEFT = {
     "manifests/it-0003/seal.json": "iteration 3: seal",

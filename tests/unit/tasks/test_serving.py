@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
-from infra.errors import StoreFailed
-from infra.store.bundles import fetch_bundle
-from infra.store.registry import Registry
-from tasks.promotion import serving
-from tasks.promotion.registry import rollback
+from rheostat.infra.errors import StoreFailed
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.registry import Registry
+from rheostat.tasks.promotion import serving
+from rheostat.tasks.promotion.registry import rollback
 from tests.support.champions import append_record
 
 
@@ -46,7 +46,7 @@ def test_a_relative_link_is_created_whose_files_are_durable(registry, checkout, 
     append_record(registry, tmp_path, "a")
     monkeypatch.chdir(tmp_path)
     synced = set[int]()
-    with patch("infra.store.disk.os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
+    with patch("rheostat.infra.store.disk.os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
         assert checkout(to="models/current")[0] == 0
     assert Path("models/current").readlink().parent == Path()
     assert Path("models/current/model").read_text() == "a"

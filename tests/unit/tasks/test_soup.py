@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from models.algorithms.experience import Term
-from models.config.rewards import ScoringConfig
-from models.rewards.scores import Scores, score_table
+from rheostat.models.algorithms.experience import Term
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.rewards.scores import Scores, score_table
 from tests.support.configurations import accepted
 
 REWARDS = 'scoring.rewards=[{kind="numeric"}, {kind="math"}]'

@@ -5,8 +5,8 @@ from importlib.metadata import version
 
 import pytest
 
-from infra.plugins import register_demo
-from tasks.run.target_sources import library_version, rheostat_version, sources_of
+from rheostat.infra.plugins import register_demo
+from rheostat.tasks.run.target_sources import library_version, rheostat_version, sources_of
 
 
 @pytest.fixture
@@ -61,12 +61,14 @@ def test_sources_are_parsed_without_being_imported_and_invalid_modules_have_no_i
 
 
 def test_libraries_are_named_and_not_read_and_rheostats_modules_are_neither(write):
-    write("app_h.py", "import os, numpy.linalg\nfrom yaml import safe_load\nfrom models.rewards import values\n")
+    write(
+        "app_h.py", "import os, numpy.linalg\nfrom yaml import safe_load\nfrom rheostat.models.rewards import values\n"
+    )
     found = sources_of("app_h:f", sys.path)
     assert {*found.modules} == {"app_h"}
     assert found.libraries == {"numpy", "yaml"}
     assert (
-        modules("models.rewards.rules:load_reward")
+        modules("rheostat.models.rewards.rules:load_reward")
         == modules(register_demo("capo/arithmetic_steps:wrong_steps"))
         == set()
     )

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from infra.errors import BadInput, WorkerLost, WorkerStalled
-from infra.pools.threads import ThreadCluster
-from infra.store.manifests import Manifest, provenance_here
-from infra.store.runs import open_run
-from tasks.run.open_run import OpenRun
-from tasks.run.stages import commit_decision, run_concurrently, wait_for_manifest
+from rheostat.infra.errors import BadInput, WorkerLost, WorkerStalled
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.store.manifests import Manifest, provenance_here
+from rheostat.infra.store.runs import open_run
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.stages import commit_decision, run_concurrently, wait_for_manifest
 from tests.support.configurations import accepted
 
 
@@ -59,7 +59,9 @@ async def test_an_error_that_a_retry_cannot_fix_or_a_cancellation_ends_the_other
 
 
 async def test_a_commit_of_this_process_wakes_everything_that_waits_for_it(opened, monkeypatch):
-    monkeypatch.setattr("tasks.run.stages.POLL_SECONDS", {"nested": (1000, 1000)})  # nobody looks again by itself
+    monkeypatch.setattr(
+        "rheostat.tasks.run.stages.POLL_SECONDS", {"nested": (1000, 1000)}
+    )  # nobody looks again by itself
     waiting = [asyncio.ensure_future(wait_for_manifest(opened, "it-0001/plan")) for _ in range(2)]
     await asyncio.sleep(0.05)
     made = commit_decision(opened, "it-0001/plan")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.cli.app import main
-from infra.store.runs import create_run
-from tasks.config.run import load_config, override_config
-from tasks.config.sweep import read_points, sweep_points
-from tasks.views.sweep import swept_run
+from rheostat.flows.cli.app import main
+from rheostat.infra.store.runs import create_run
+from rheostat.tasks.config.run import load_config, override_config
+from rheostat.tasks.config.sweep import read_points, sweep_points
+from rheostat.tasks.views.sweep import swept_run
 
 
 def run_names(*grids: str, listed: tuple[dict[str, str], ...] = ()) -> list[str]:

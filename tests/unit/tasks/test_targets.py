@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from infra.errors import BadInput
-from infra.store.bundles import BundleRef
-from infra.variants import Variant, check_implementation
-from models.algorithms.advantages import check_algorithm, token_advantages
-from models.config.algorithms import Algorithm, Grpo
-from models.config.engines import EngineSettings, SamplingConfig
-from models.data.problems import load_problems
-from models.engines.protocol import Request, build_engine, check_implemented
-from models.objectives.losses import policy_loss
-from models.records.model_input import ModelInput
-from models.records.versions import ModelVersion
-from placement.policies.build import build_policy
-from tasks.config.run import RunConfig, override_config
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.variants import Variant, check_implementation
+from rheostat.models.algorithms.advantages import check_algorithm, token_advantages
+from rheostat.models.config.algorithms import Algorithm, Grpo
+from rheostat.models.config.engines import EngineSettings, SamplingConfig
+from rheostat.models.data.problems import load_problems
+from rheostat.models.engines.protocol import Request, build_engine, check_implemented
+from rheostat.models.objectives.losses import policy_loss
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion
+from rheostat.placement.policies.build import build_policy
+from rheostat.tasks.config.run import RunConfig, override_config
 from tests.support.experiences import NAN, Drawn, experience
 from tests.support.losses import doubles, pass_tokens
 from tests.support.pages import EXTENDING, write_page
@@ -46,10 +46,10 @@ def folder(tmp_path_factory):
 
 
 FAULTS = """
-from models.config.algorithms import Algorithm, GroupRelative
-from models.config.data import DataSource
-from models.config.engines import EngineSettings, SamplingConfig
-from models.config.objectives import PolicyLoss
+from rheostat.models.config.algorithms import Algorithm, GroupRelative
+from rheostat.models.config.data import DataSource
+from rheostat.models.config.engines import EngineSettings, SamplingConfig
+from rheostat.models.config.objectives import PolicyLoss
 
 class Bare(Algorithm):
     pass
@@ -124,8 +124,8 @@ def test_a_configuration_is_written_as_it_was_read_with_every_default(folder):
     [
         ("algorithm.target=my_algoritm:Winners", ["algorithm", "'my_algoritm'"]),
         ("algorithm.target=my_algorithm:Winner", ["'Winner'", "'Winners'"]),
-        ("algorithm.target=my_algorithm:winners", ["models.config.algorithms:Algorithm", "<f"]),
-        ("algorithm.target=my_loss:SoftClip", ["models.config.algorithms:Algorithm", "<class"]),
+        ("algorithm.target=my_algorithm:winners", ["rheostat.models.config.algorithms:Algorithm", "<f"]),
+        ("algorithm.target=my_loss:SoftClip", ["rheostat.models.config.algorithms:Algorithm", "<class"]),
         ("algorithm.target=my_faults:Bare", ["class variable 'implementation'"]),
         ("algorithm.target=my_faults:Baseless", ["class variable 'relative'"]),
         ("algorithm.options.exponnent=2", ["'exponnent'", "'exponent'"]),

@@ -1,8 +1,8 @@
 """Reports about training on data: the loss on held-out chats in the log and in the points of trackers."""
 
-from infra.store.manifests import Manifest, provenance_here
-from tasks.preparation import describe_losses
-from tasks.tracking.points import chat_scalars
+from rheostat.infra.store.manifests import Manifest, provenance_here
+from rheostat.tasks.preparation import describe_losses
+from rheostat.tasks.tracking.points import chat_scalars
 
 
 def build_training(**metrics):

@@ -4,12 +4,12 @@ from datetime import date
 
 import pytest
 
-from flows.cli.registry import require_finished
-from infra.errors import BadInput
-from infra.store.registry import open_registry
-from infra.store.runs import create_run
-from tasks.config.run import override_config
-from tasks.promotion.draft import draft_retrain, find_unfinished
+from rheostat.flows.cli.registry import require_finished
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.registry import open_registry
+from rheostat.infra.store.runs import create_run
+from rheostat.tasks.config.run import override_config
+from rheostat.tasks.promotion.draft import draft_retrain, find_unfinished
 from tests.support.champions import append_record
 
 MONDAY, TUESDAY, WEDNESDAY = (date(2026, 11, day) for day in (9, 10, 11))

@@ -8,24 +8,24 @@ from typing import Annotated, Literal, get_args
 import pytest
 from pydantic import BaseModel, Field
 
-from infra.config import Settings, Since, adopt_recorded, encode_recorded, read_recorded, since_of
-from infra.demos import FORMER_DATA_KINDS
-from infra.errors import RunChanged
-from infra.renamed import RenamedFrom
-from infra.store.chain import Link
-from infra.store.dependencies import DependencyRecord
-from infra.store.manifests import Manifest
-from infra.store.run_record import RunRecord
-from infra.store.runs import create_run, open_run
-from infra.store.tombstones import Deleted
-from models.config.retriever import RetrieverConfig
-from models.config.soup import SoupConfig
-from tasks.config.run import _HOW, LAYOUT, RunConfig
-from tasks.run.batch import BatchPlan
-from tasks.run.iteration import CarryOver
-from tasks.run.preflight import with_recorded_defaults
-from tasks.run.rescorings import RecreditTerms, RescoringTerms
-from tasks.soup.record import SoupRecord
+from rheostat.infra.config import Settings, Since, adopt_recorded, encode_recorded, read_recorded, since_of
+from rheostat.infra.demos import FORMER_DATA_KINDS
+from rheostat.infra.errors import RunChanged
+from rheostat.infra.renamed import RenamedFrom
+from rheostat.infra.store.chain import Link
+from rheostat.infra.store.dependencies import DependencyRecord
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.run_record import RunRecord
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.infra.store.tombstones import Deleted
+from rheostat.models.config.retriever import RetrieverConfig
+from rheostat.models.config.soup import SoupConfig
+from rheostat.tasks.config.run import _HOW, LAYOUT, RunConfig
+from rheostat.tasks.run.batch import BatchPlan
+from rheostat.tasks.run.iteration import CarryOver
+from rheostat.tasks.run.preflight import with_recorded_defaults
+from rheostat.tasks.run.rescorings import RecreditTerms, RescoringTerms
+from rheostat.tasks.soup.record import SoupRecord
 from tests.support.configurations import accepted
 from tests.support.demos import demo_part
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from infra.errors import Fenced, HolderLost
-from infra.store.runs import create_run, open_run
-from tasks.run import work_queue
-from tasks.run.work_queue import (
+from rheostat.infra.errors import Fenced, HolderLost
+from rheostat.infra.store.runs import create_run, open_run
+from rheostat.tasks.run import work_queue
+from rheostat.tasks.run.work_queue import (
     ControllerMessage,
     Outbox,
     delete_old_messages,
