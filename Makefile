@@ -6,7 +6,7 @@ export DO_NOT_TRACK := 1
 .PHONY: install demo sandbox test test-models models-page test-smoke test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
-$(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
+$(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
 	@echo "installing into $(VENV) (a minute or two)"
 	@infra/environments/install.sh $(VENV)
 	@touch $@
@@ -84,8 +84,10 @@ test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@.ci/package.sh links build/view
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@.ci/package.sh copies build/copies
+	@cd build/copies && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff format .

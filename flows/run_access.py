@@ -20,7 +20,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from rheostat.flows.controllers import open_controllers, serve_requests
 from rheostat.flows.prefect_states import install_state_handling
 from rheostat.infra.errors import BadInput, HolderLost, first_cause
-from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.former_names import PACKAGE
 from rheostat.infra.store.chain import linked_parts
 from rheostat.infra.store.dependencies import check_dependencies, record_dependencies, recorded_commits, recorded_config
 from rheostat.infra.store.garbage import tag_run
@@ -215,10 +215,9 @@ async def _prepare_process() -> None:
     """Prepare this process for running flows: set up error handling and logging, and load keys from Prefect's Secret
     blocks."""
     install_state_handling()
-    log_visibly("prefect", *PACKAGES)
+    log_visibly("prefect", PACKAGE)
     await _load_secrets()
-    for package in PACKAGES:
-        logging.getLogger(package).setLevel(logging.INFO)
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)
 
 
 async def _load_secrets() -> None:

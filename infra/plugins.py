@@ -4,7 +4,6 @@
 Users' functions that need nothing from Rheostat run in separate processes instead (infra/processes/child.py).
 """
 
-import importlib
 import inspect
 import os
 import sys
@@ -15,10 +14,10 @@ from typing import Final
 from rheostat.infra import runner
 from rheostat.infra.demos import DEMOS, FORMER_TARGETS
 from rheostat.infra.errors import BadInput
+from rheostat.infra.former_names import allow_former_imports, present_name
 from rheostat.infra.runner import nearest_name
 
 __all__ = [
-    "PACKAGES",
     "TARGETS",
     "add_target_folders",
     "check_function",
@@ -30,8 +29,6 @@ __all__ = [
     "target_folders",
 ]
 
-PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
-"""Top-level packages of Rheostat."""
 TARGETS: Final = "RHEOSTAT_TARGETS"
 """Name of the environment variable with additional folders of users' Python modules, separated as in PATH. These
 folders are searched last."""
@@ -63,20 +60,16 @@ def register_demo(place: str) -> str:
 
 
 def present_target(target: str) -> str:
-    """Return the present import string of a part of a demonstration if `target` is its former import string, and
-    register the folder of the demonstration. Return all other import strings unchanged."""
+    """Return the present import string of a part of a demonstration or of Rheostat if `target` is its former import
+    string. Register the folder of the demonstration. Return all other import strings unchanged."""
     place = FORMER_TARGETS.get(target)
-    return target if place is None else register_demo(place)
+    return present_name(target, (*target_folders(), *sys.path)) if place is None else register_demo(place)
 
 
 def add_target_folders() -> None:
-    """Append the folders with users' Python modules to `sys.path`, after Rheostat's packages.
-
-    The packages of Rheostat are imported first, because an editable installation is searched after all folders in
-    `sys.path`.
-    """
-    for package in PACKAGES:
-        importlib.import_module(package)
+    """Append the folders with users' Python modules to `sys.path`. Modules in these folders may import Rheostat's
+    modules by their former names."""
+    allow_former_imports()
     sys.path += [folder for folder in target_folders() if folder not in sys.path]
 
 

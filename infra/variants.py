@@ -26,6 +26,7 @@ from pydantic_core import CoreSchema, core_schema
 from rheostat.infra.config import Settings
 from rheostat.infra.demos import FORMER_TARGETS, find_former_name
 from rheostat.infra.errors import BadInput
+from rheostat.infra.former_names import PACKAGE, former_name
 from rheostat.infra.plugins import check_function, find_target, present_target, register_demo
 from rheostat.infra.validation_errors import explain
 
@@ -62,9 +63,10 @@ class Variant(Settings):
         return self.label
 
     def ships_with(self, package: str) -> bool:
-        """Return whether this class and its implementation are both part of the top-level package `package`. The tests
-        of that package then check that they match."""
-        return all(name.startswith(f"{package}.") for name in (type(self).__module__, self.implementation))
+        """Return whether this class and its implementation are both part of Rheostat's package `package`, such as
+        "models". The tests of that package then check that they match."""
+        prefix = f"{PACKAGE}.{package}."
+        return all(name.startswith(prefix) for name in (type(self).__module__, self.implementation))
 
 
 class Target(Settings):
@@ -149,7 +151,7 @@ class OneOf:
             options = value.model_dump(mode="json", exclude_defaults=info.exclude_defaults, context=info.context)
             if kind := find_former_name(type(value), target.former_kinds):
                 return {"kind": kind, **options}
-            name = find_former_name(type(value), FORMER_TARGETS) or _import_string(type(value))
+            name = find_former_name(type(value), FORMER_TARGETS) or former_name(_import_string(type(value)))
             return write(target(target=name, options=options))
 
         return core_schema.with_info_wrap_validator_function(

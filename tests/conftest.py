@@ -24,7 +24,7 @@ pytest.register_assert_rewrite("tests.support.engines")  # claims that several m
 pytest_plugins = ["tests.support.cpu_seconds"]
 
 from rheostat.infra.environments.gpus import read_driver_version  # noqa: E402
-from rheostat.infra.plugins import PACKAGES  # noqa: E402
+from rheostat.infra.former_names import PACKAGE  # noqa: E402
 from tests.support.jobs import prefect_server  # noqa: E402
 from tests.support.processes import preload_no_training  # noqa: E402
 
@@ -38,13 +38,12 @@ def same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_loggers() -> Iterator[None]:
-    """Restore the loggers of Rheostat's packages, to which a command run in this process attaches its own handlers."""
-    loggers = [logging.getLogger(package) for package in PACKAGES]
-    before = [(logger, logger.propagate, logger.level, [*logger.handlers]) for logger in loggers]
+    """Restore the logger of Rheostat, to which a command run in this process attaches its own handlers."""
+    logger = logging.getLogger(PACKAGE)
+    propagates, level, handlers = logger.propagate, logger.level, [*logger.handlers]
     yield
-    for logger, propagates, level, handlers in before:
-        logger.propagate, logger.handlers = propagates, handlers
-        logger.setLevel(level)
+    logger.propagate, logger.handlers = propagates, handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class _LastLine(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Remember the current time, unless the record comes from a worker, whose records are not printed."""
-        if not record.name.startswith("models."):
+        if not record.name.startswith("rheostat.models."):
             self.moment = time.monotonic()
 
 

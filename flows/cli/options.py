@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.completion import CompletionContext
 
 from rheostat.infra.errors import BadInput
-from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.former_names import PACKAGE
 from rheostat.infra.terminal import WIDTH, parse_port, parse_whole_number, wrap_text
 from rheostat.infra.untrusted_text import make_visible
 
@@ -90,7 +90,7 @@ DEFAULT_DISPLAY = Display()
 
 
 class LineHandler(logging.Handler):
-    """Logging handler that formats log records of Rheostat's packages as lines, and passes each line with its level to
+    """Logging handler that formats log records of Rheostat as lines, and passes each line with its level to
     a function that prints it.
 
     Records of workers in threads are included only with verbosity "verbose".
@@ -104,7 +104,7 @@ class LineHandler(logging.Handler):
         """Format one log record as a line, and pass the line to the function that prints it. Records below the level of
         the chosen verbosity are dropped."""
         min_level = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.INFO}[self._verbosity]
-        if record.name.startswith("models.") and self._verbosity == "normal":
+        if record.name.startswith("rheostat.models.") and self._verbosity == "normal":
             min_level = logging.WARNING
         if record.levelno < min_level:
             return
@@ -120,7 +120,7 @@ class LineHandler(logging.Handler):
 
 
 def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
-    """Print log records of Rheostat's packages as plain lines, to stderr if `quiet`, otherwise to stdout."""
+    """Print log records of Rheostat as plain lines, to stderr if `quiet`, otherwise to stdout."""
     stream = sys.stderr if quiet else sys.stdout
 
     def write(line: str, _: int) -> None:
@@ -131,15 +131,13 @@ def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
 
 
 def attach_handler(handler: logging.Handler) -> None:
-    """Send the log records of all of Rheostat's packages to this handler, and no longer to the root logger."""
-    for package in PACKAGES:
-        logger = logging.getLogger(package)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    """Send the log records of Rheostat to this handler, and no longer to the root logger."""
+    logger = logging.getLogger(PACKAGE)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def detach_handler(handler: logging.Handler) -> None:
-    """Remove a handler from the loggers of all of Rheostat's packages."""
-    for package in PACKAGES:
-        logging.getLogger(package).removeHandler(handler)
+    """Remove a handler from Rheostat's logger."""
+    logging.getLogger(PACKAGE).removeHandler(handler)

@@ -35,7 +35,7 @@ from rheostat.flows.cli.passwords import (
     store_password,
 )
 from rheostat.infra.errors import ApiFailed, BadInput, first_cause
-from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.former_names import PACKAGE
 from rheostat.infra.processes.watch import (
     CHECK_SECONDS,
     END_SECONDS,
@@ -61,7 +61,7 @@ DEFAULTS: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # tracebacks go to the UI, a one-line error to the terminal
-    "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(PACKAGES),
+    "PREFECT_LOGGING_EXTRA_LOGGERS": PACKAGE,
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; infra/automations.yaml waits for 90
 }

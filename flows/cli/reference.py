@@ -10,7 +10,7 @@ from cyclopts import App
 from rheostat.flows.cli.app import GROUPS, app
 from rheostat.infra.terminal import command_names
 
-README: Final = Path(__file__).parents[2] / "README.md"
+README: Final = Path(__file__).resolve().parents[2] / "README.md"
 PAGE: Final = README.parent / "docs/commands.md"
 """Path of the documentation page that lists all commands and their options."""
 SHOWN: Final = (

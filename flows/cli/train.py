@@ -258,7 +258,7 @@ def run_part(
     from rheostat.tasks.config.run import require_part
 
     require_part(command, config)
-    with open_job(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port) as config:
+    with open_job(config, f"rheostat.flows.{PARTS[command]}", accept_change=accept_change, port=port) as config:
         match command:
             case "sft":
                 from rheostat.flows.sft import sft as sft_flow

@@ -11,13 +11,16 @@ torch=2.13.0 # its CUDA version and the driver that it needs: infra/environments
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "rheostat needs Python 3.11 or newer, found $("$python" --version). Choose one with PYTHON=..." >&2; exit 2; }
 # Ends here if the driver is too old, before anything is downloaded.
-platform=$(PYTHONPATH=$PWD "$python" -m rheostat.infra.environments.gpus)
+view=$(mktemp -d)
+trap 'rm -r "$view"' EXIT
+mkdir "$view/rheostat" && ln -s "$PWD/infra" "$view/rheostat/infra" # the package is not installed yet
+platform=$(PYTHONPATH=$view "$python" -m rheostat.infra.environments.gpus)
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
 
 [ -x "$venv/bin/uv" ] || pip install -q --constraint constraints.txt uv
-install "setuptools>=80" wheel ninja py-cpuinfo hatchling editables
+install "setuptools>=80" wheel ninja py-cpuinfo
 if [ "$platform" = cuda ]; then
     install "torch==$torch,!=$torch+cpu"
 elif [ "$(uname -s)" = Linux ]; then

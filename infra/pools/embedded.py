@@ -16,7 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.former_names import PACKAGE
 from rheostat.infra.pools import forks
 from rheostat.infra.pools.host import environment, thread_variables
 from rheostat.infra.pools.placement_group import SLOT
@@ -82,7 +82,9 @@ def start_embedded(directory: Path, namespace: str, *, preload: Preload | None, 
         with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
             if preload is not None and sys.platform == "linux":
                 variables = thread_variables(preload.threads, gpus=0, devices=()) | heap_variables()
-                forkserver = forks.start_forkserver(directory, preload.modules, packages=PACKAGES, variables=variables)
+                forkserver = forks.start_forkserver(
+                    directory, preload.modules, packages=(PACKAGE,), variables=variables
+                )
             import ray
 
             with _patient():

@@ -26,16 +26,10 @@ from pydantic import JsonValue
 
 from rheostat.infra import runner, sandbox_runner
 from rheostat.infra.errors import BadInput, WorkerFailed, WorkerLost
+from rheostat.infra.former_names import HOME
 from rheostat.infra.plugins import target_folders
+from rheostat.infra.processes import sandbox as sandboxing
 from rheostat.infra.processes.clock import CallClock
-from rheostat.infra.processes.sandbox import (
-    NOBODY,
-    call_limits,
-    check_sandbox,
-    query_python,
-    start_sandboxed,
-    switches_user,
-)
 from rheostat.infra.untrusted_text import make_visible
 
 START_SECONDS: Final = 120.0
@@ -48,7 +42,6 @@ MAX_SLOWDOWN: Final = 10.0
 """Maximum duration of a call, as a multiple of its limit, which only counts time in which the process could run."""
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # a process that dies closes its pipe before its exit code is known
-_HOME = str(Path(__file__).parents[2])
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
 """Names of the signals that the kernel sends to a process because of an error in the process itself."""
 
@@ -77,7 +70,7 @@ class ProcessEnded(Exception):
 def rheostat_interpreter() -> Interpreter:
     """Return the interpreter for functions that belong to Rheostat. It does not search users' folders for modules."""
     here = {"", str(Path.cwd())}
-    return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
+    return Interpreter(sys.executable, (), tuple(folder for folder in sys.path if folder not in here))
 
 
 def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
@@ -88,9 +81,9 @@ def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interp
 
     `sandbox` names the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """
-    program = sys.executable if python is None else query_python(python, where="scoring.python")[0]
+    program = sys.executable if python is None else sandboxing.query_python(python, where="scoring.python")[0]
     if sandbox:
-        check_sandbox(sandbox)
+        sandboxing.check_sandbox(sandbox)
     last = () if python else tuple(filter(None, sys.path))
     return Interpreter(program, user_folders(), last, sandboxed=bool(sandbox))
 
@@ -102,7 +95,7 @@ def user_folders() -> tuple[str, ...]:
     added = [
         folder
         for folder in (str(Path(entry).absolute()) for entry in sys.path)
-        if folder != _HOME
+        if Path(folder).resolve() != HOME
         and not installed & set(Path(folder).parts)
         and not any(Path(folder).is_relative_to(prefix) for prefix in prefixes)
     ]
@@ -122,7 +115,7 @@ class Child:
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
         if self._sandboxed:
             folders = (*interpreter.first, *interpreter.last)
-            self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
+            self._process = sandboxing.start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
         else:
             errors = _print_visibly()
             self._process = subprocess.Popen(
@@ -141,8 +134,8 @@ class Child:
             "parent": os.getpid(),
             "first": interpreter.first,
             "last": interpreter.last,
-            "limits": call_limits(seconds) if self._sandboxed else None,
-            "user": NOBODY if self._sandboxed and switches_user() else None,
+            "limits": sandboxing.call_limits(seconds) if self._sandboxed else None,
+            "user": sandboxing.NOBODY if self._sandboxed and sandboxing.switches_user() else None,
             "outside": str(Path("/proc/self/ns/pid").readlink()) if self._sandboxed else "",
             **order,
         }

@@ -17,6 +17,7 @@ from typing import Final
 from blake3 import blake3
 from pydantic import BaseModel, ValidationError
 
+from rheostat.infra.former_names import HOME
 from rheostat.infra.store.inputs import fetch_path, is_on_hub
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.text.template_files import FOLDER
@@ -30,8 +31,6 @@ WHOLE_BYTES: Final = 2**26
 size and modification time."""
 HEADER_BYTES: Final = 10**8
 """Maximum size, in bytes, of a safetensors header that is read. The library has the same limit."""
-PROJECT_ROOT: Final = Path(__file__).parents[2]
-"""Root directory of the source code, whose digest is part of a cached result's key."""
 
 
 def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], CheckResult]) -> CheckResult:
@@ -63,7 +62,7 @@ def build_key(settings: BaseModel, *contents: object) -> str:
     library versions."""
     files = [(str(path), _digest(path)) for path in sorted(set(_iter_paths(settings)))]
     versions = [sys.version, *(version(library) for library in LIBRARIES)]
-    code = [_digest(path) for room in ("models", "infra") for path in sorted((PROJECT_ROOT / room).rglob("*.py"))]
+    code = [_digest(path) for room in ("models", "infra") for path in sorted((HOME / room).rglob("*.py"))]
     whole = [settings.model_dump_json(), str(Path.cwd()), files, versions, code, [repr(each) for each in contents]]
     return blake3(json.dumps(whole).encode()).hexdigest()
 

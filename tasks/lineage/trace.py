@@ -10,6 +10,7 @@ from typing import Literal
 from blake3 import blake3
 
 from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.former_names import former_name
 from rheostat.infra.store.bundles import CONTENTS, BundleRef
 from rheostat.infra.store.dependencies import DependencyRecord, dependency_records
 from rheostat.infra.store.manifests import Manifest
@@ -197,7 +198,7 @@ def traced_rewards(run: Run, dependencies: Sequence[DependencyRecord]) -> Iterat
         if model is not None:
             version = f"model {policy_of(model).digest}"
         elif term in user_rules and last is not None:
-            modules = last.code.get(f"reward {user_rules[term].function.target}", {})
+            modules = last.code.get(f"reward {former_name(user_rules[term].function.target)}", {})
             version = f"code {blake3(repr(sorted(modules.items())).encode()).hexdigest()}"
         else:
             version = f"rheostat {last.libraries.get('rheostat', 'unknown') if last else 'unknown'}"

@@ -21,6 +21,7 @@ from blake3 import blake3
 from rheostat.infra.config import describe_difference
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput
+from rheostat.infra.former_names import former_name
 from rheostat.infra.plugins import find_target, target_folders
 from rheostat.infra.processes.child import user_folders
 from rheostat.infra.processes.episodes import RunEnvironment
@@ -120,8 +121,11 @@ def _build_dependencies(
     environment: RunEnvironment | None = None,
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
-    functions = {f"reward {rule.function.target}": rule.function.target for rule in rules if rule.brings_code}
-    functions |= {f"environment {target}": target for target in (environment.targets if environment else ())}
+    targets = [rule.function.target for rule in rules if rule.brings_code]
+    functions = {f"reward {former_name(target)}": target for target in targets}
+    functions |= {
+        f"environment {former_name(target)}": target for target in (environment.targets if environment else ())
+    }
     # Separate processes that run user code search the user's folders first. This process searches them last.
     sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
     for name, variant in {**variants, **engines}.items():

@@ -33,7 +33,7 @@ from rheostat.tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
 from rheostat.tasks.run.keys import evaluation_key
 
 PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "rheostat.models.commands.preflight")
-"""Command of the check. `-P` prevents that a user's models.py in the working directory is imported."""
+"""Command of the check. `-P` prevents that a user's rheostat.py in the working directory is imported."""
 
 
 SIZED_BY_DATA: Final = ("rollout.prompts", "evaluation.problems")

@@ -15,9 +15,8 @@ from typing import Final
 from blake3 import blake3
 
 from rheostat.infra.demos import DEMOS, is_in_demo
-from rheostat.infra.plugins import PACKAGES
+from rheostat.infra.former_names import FOLDERS, HOME
 
-REPOSITORY: Final = Path(__file__).parents[2]
 LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
 
 
@@ -61,10 +60,10 @@ def rheostat_version() -> str:
     """Return Rheostat's version, a plus sign, and a digest of its source files and of the demonstrations. The digest
     distinguishes versions between releases."""
     whole = blake3()
-    roots = [REPOSITORY / package for package in PACKAGES]
-    files = [path for root in roots for path in sorted(root.rglob("*.py")) if not is_in_demo(path)]
+    roots = [HOME / folder for folder in FOLDERS]
+    files = [path for root in roots for path in sorted(root.rglob("*.py")) if not _is_left_out(path)]
     for path in files:
-        whole.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
+        whole.update(path.relative_to(HOME).as_posix().encode() + path.read_bytes())
     for path in sorted(DEMOS.rglob("*.py")):
         whole.update(path.relative_to(DEMOS).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
@@ -89,7 +88,16 @@ def _top_level(module: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return is_in_demo(path) or (path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PACKAGES)
+    place = path.resolve()
+    if is_in_demo(place):
+        return True
+    return place.is_relative_to(HOME) and place.relative_to(HOME).parts[0] in (*FOLDERS, "__init__.py", "__main__.py")
+
+
+def _is_left_out(path: Path) -> bool:
+    """Return whether a file does not count for the version: a file of a demonstration, or of the package `rheostat`
+    itself, which a wheel stores in another folder."""
+    return is_in_demo(path) or path.parent.name == "root-package"
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:

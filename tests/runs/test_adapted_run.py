@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import InProcessJob, copy_job
-from tests.support.jobs import RHEOSTAT, ROOT, bundles_of
+from tests.support.jobs import RHEOSTAT, SEARCH_PATH, bundles_of
 from tests.support.whole_runs import read_families
 
 pytestmark = [pytest.mark.timeout(2000), pytest.mark.system]
@@ -21,7 +21,7 @@ def adapted(undisturbed) -> InProcessJob:
 
 def evaluate(policy: Path, *arguments: str, home: Path) -> str:
     """Return what `rheostat evaluate` prints about a policy directory."""
-    environment = {**os.environ, "PREFECT_HOME": str(home / "prefect"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PREFECT_HOME": str(home / "prefect"), "PYTHONPATH": SEARCH_PATH}
     command = [RHEOSTAT, "evaluate", str(policy), *arguments, "--json"]
     return subprocess.run(command, cwd=home, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
 

@@ -16,7 +16,7 @@ from rheostat.models.config.data import FileData
 from rheostat.models.data.problems import Message, load_problems
 from rheostat.tasks.config.run import load_config
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import AUTH, RHEOSTAT, ROOT
+from tests.support.jobs import AUTH, RHEOSTAT, ROOT, SEARCH_PATH
 from tests.support.policies import write_policy
 
 GSM8K = ROOT / "configs" / "gsm8k.toml"
@@ -42,7 +42,7 @@ def write_table(path: Path, columns: dict[str, list[object]]) -> None:
 def rheostat(*arguments: str, api: str, home: Path, cwd: Path) -> str:
     """Run a command that must succeed, and return its output."""
     environment = {**os.environ, "PREFECT_API_URL": api, **AUTH, "PREFECT_HOME": str(home / "prefect")}
-    environment |= {"PYTHONPATH": str(ROOT)}
+    environment |= {"PYTHONPATH": SEARCH_PATH}
     done = subprocess.run([RHEOSTAT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -89,7 +89,7 @@ pools.workers = 1
 evaluation.problems = 1
 """)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
+    monkeypatch.setenv("PYTHONPATH", SEARCH_PATH)  # rewards of tests are not installed
     with InProcessJob(tmp_path, prefect_api).prefect():
         assert main(["train", "job.toml", "pools.cluster=threads", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)

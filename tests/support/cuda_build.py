@@ -17,7 +17,7 @@ import pytest
 from rheostat.infra.environments.find import complete, default_directory
 from rheostat.infra.environments.gpus import TORCH_VARIABLE
 from rheostat.infra.environments.install import install
-from tests.support.jobs import ROOT
+from tests.support.jobs import SEARCH_PATH
 
 VARIABLE = "RHEOSTAT_REQUIRE_CUDA_BUILD"
 ABSENT = (
@@ -116,7 +116,7 @@ def fake_gpu_variables(python: Path, folder: Path) -> dict[str, str]:
         **os.environ,
         "LD_LIBRARY_PATH": str(compile_driver(folder / "driver")),
         "LD_PRELOAD": str(library),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{packages}",
+        "PYTHONPATH": f"{SEARCH_PATH}{os.pathsep}{packages}",
         "TORCHDYNAMO_DISABLE": "1",
     }
 

@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from rheostat.flows.cli.passwords import PROFILE
-from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, list_running, process_tree, wait_for
+from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, SEARCH_PATH, kill, list_running, process_tree, wait_for
 from tests.support.processes import die_with_parent
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -95,7 +95,7 @@ def serve_deployments(api: str, home: Path) -> Server:
     (home / "prefect" / "profiles.toml").write_text(f"[profiles.{PROFILE}]\n{told}")  # as `rheostat server` does
     environment |= {"PREFECT_HOME": str(home / "prefect"), "PREFECT_PROFILE": PROFILE, "DO_NOT_TRACK": "1"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_WORKER_QUERY_SECONDS": "1"}
-    environment |= {"RHEOSTAT_HOME": str(home), "PYTHONPATH": str(ROOT)}  # the tests' rewards are not installed
+    environment |= {"RHEOSTAT_HOME": str(home), "PYTHONPATH": SEARCH_PATH}  # the tests' rewards are not installed
     server = Server(api, environment)
     pool = {"name": "rheostat", "type": "process"}
     httpx.post(f"{api}/work_pools/", json=pool, auth=PASSWORD, timeout=30).raise_for_status()

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+import rheostat
 from rheostat.infra.demos import DEMOS, demo_names
 from rheostat.infra.plugins import register_target_folder
 from tests.support.processes import die_with_parent
@@ -29,6 +30,18 @@ for demonstration in demo_names():
     register_target_folder(DEMOS / demonstration)  # jobs of tests use their data and rewards
 
 ROOT = Path(__file__).parents[2]
+
+
+def search_path(folder: Path = ROOT) -> str:
+    """Return the PYTHONPATH with which processes find the modules in a folder, and Rheostat if this process found it in
+    a folder of links instead of an editable installation."""
+    package = Path(rheostat.__file__).parent
+    links = [package.parent] if package.name == "rheostat" else []
+    return os.pathsep.join(map(str, [*links, folder]))
+
+
+SEARCH_PATH = search_path()
+"""PYTHONPATH of processes that use the tests' modules."""
 
 RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
 
@@ -248,7 +261,7 @@ class Job:
         """Return the environment of the job's commands, and of machines that its workers run on."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         api = {} if self.api is None else {"PREFECT_API_URL": self.api, **AUTH}
-        planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(self.path)}
+        planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": search_path(self.path)}
         return kept | api | planted | {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
 
 

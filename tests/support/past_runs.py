@@ -72,11 +72,19 @@ def train_at(commit: str) -> Path:
             archive.extractall(code, filter="data")
         (home / "job.toml").write_text(JOB)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        environment = kept | {"PYTHONPATH": str(code), "PREFECT_HOME": str(home / "prefect"), "DO_NOT_TRACK": "1"}
+        program, folders = "flows.cli.app", [code]
+        if (links := code / ".ci/package.sh").exists():  # since the package rheostat contains all modules
+            subprocess.run([links, "links", home / "view"], check=True)
+            program, folders = "rheostat", [home / "view", code]
+        environment = kept | {
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "PREFECT_HOME": str(home / "prefect"),
+            "DO_NOT_TRACK": "1",
+        }
         command = [
             sys.executable,
             "-m",
-            "rheostat.flows.cli.app",
+            program,
             "train",
             str(home / "job.toml"),
             "--store",

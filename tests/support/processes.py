@@ -58,7 +58,7 @@ def preload(*modules: str) -> None:
 
 def preload_no_training() -> None:
     """Keep libraries for training out of the fork server, which takes 9 CPU seconds to import them."""
-    PRELOADED[:] = [module for module in PRELOADED if module.startswith(("infra.", "pytest", "tests.unit."))]
+    PRELOADED[:] = [module for module in PRELOADED if module.startswith(("rheostat.infra.", "pytest", "tests.unit."))]
 
 
 @contextmanager

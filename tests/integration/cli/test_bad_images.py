@@ -9,7 +9,7 @@ import pytest
 
 from rheostat.infra.errors import BadInput
 from tests.support.chat_server import chat_server
-from tests.support.jobs import ROOT
+from tests.support.jobs import SEARCH_PATH
 from tests.support.judged import answer_from_image, answer_without_image
 from tests.support.pictures import picture
 from tests.support.preflight import check_job, read_inputs
@@ -63,7 +63,7 @@ def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cac
                 input=question,
                 capture_output=True,
                 text=True,
-                env={"XDG_CACHE_HOME": str(place / "cache"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+                env={"XDG_CACHE_HOME": str(place / "cache"), "PATH": "/usr/bin:/bin", "PYTHONPATH": SEARCH_PATH},
             )
             codes.append(done.returncode)
     assert codes == [0, 2], done.stderr

@@ -15,7 +15,7 @@ from rheostat.flows.cli.app import main
 from rheostat.infra.processes.sandbox import switches_user
 from rheostat.infra.store.runs import create_run, open_run
 from rheostat.tasks.config.run import load_config
-from tests.support.jobs import RHEOSTAT, ROOT
+from tests.support.jobs import RHEOSTAT, SEARCH_PATH
 from tests.support.processes import process
 from tests.support.refusals import tree
 from tests.support.sandboxes import MISSING
@@ -57,7 +57,7 @@ def refuse_job(place, capsys):
     ],
 )
 def test_the_installed_command_checks_a_job_and_writes_nothing(place, arguments, code, output, errors):
-    environment = {**os.environ, "PREFECT_HOME": str(place / "prefect"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PREFECT_HOME": str(place / "prefect"), "PYTHONPATH": SEARCH_PATH}
     before = tree(place)
     command = [RHEOSTAT, "train", "job.toml", *arguments]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
@@ -82,7 +82,7 @@ def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, 
 @pytest.mark.smoke
 @pytest.mark.system
 def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
+    monkeypatch.setenv("PYTHONPATH", SEARCH_PATH)  # rewards of tests are not installed
     first, *others = Path("train.jsonl").read_text().strip().splitlines()
     Path("train.jsonl").write_text("\n".join([first, *others[:-1], first]))
     settings = ["rollout.prompts=4", "rollout.group_size=2", "update.minibatches=9", "pools.update_ranks=3"]

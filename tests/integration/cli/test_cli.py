@@ -19,7 +19,7 @@ from rheostat.infra.store.runs import create_run
 from rheostat.infra.terminal import WIDTH
 from rheostat.tasks.views.runs import RunDescription
 from tests.support.environments import leave_vllm
-from tests.support.jobs import RHEOSTAT, ROOT, files_of
+from tests.support.jobs import RHEOSTAT, ROOT, SEARCH_PATH, files_of
 
 
 def test_version_shows_the_package_version_and_the_commit(capsys):
@@ -270,7 +270,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, reference, monke
     config = shutil.copy(reference.home / "tiny.toml", tmp_path)
     home = tmp_path / "home"
     home.mkdir()
-    environment = {**os.environ, "HOME": str(home), "PREFECT_HOME": str(home / "prefect"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "HOME": str(home), "PREFECT_HOME": str(home / "prefect"), "PYTHONPATH": SEARCH_PATH}
     before = sorted(tmp_path.rglob("*"))
 
     def plan(*arguments: str) -> str:
@@ -280,7 +280,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, reference, monke
     command = [RHEOSTAT, "train", str(config), "--dry-run"]
     text = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert sorted(tmp_path.rglob("*")) == before
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
+    monkeypatch.setenv("PYTHONPATH", SEARCH_PATH)  # rewards of tests are not installed
     assert plan() == text
     assert f"tiny in {tmp_path / 'runs'}" in text
     assert "6 prompts x 4 = 24 completions in 3 shards" in text
@@ -380,7 +380,7 @@ def test_evaluate_refuses_the_directory_of_a_run(reference):
 def test_evaluate_measures_a_policy_of_a_run_or_of_a_directory_and_writes_nothing(run_command, reference, tmp_path):
     policy = json.loads(run_command("show", "tiny", "--json")[1])["policy"]
     before = files_of(reference.run)
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": SEARCH_PATH}
     config = shutil.copy(reference.home / "tiny.toml", tmp_path)
     bare = shutil.copytree(policy, tmp_path / "bare")
     measured = []

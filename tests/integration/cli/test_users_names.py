@@ -2,16 +2,15 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rheostat.infra.plugins import PACKAGES, TARGETS
+from rheostat.infra.plugins import TARGETS
 from rheostat.models.config.reward_terms import TargetReward
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.rewards.evaluate import Case, Evaluator, Verdict
-from tests.support.jobs import RHEOSTAT, ROOT, TINY
+from tests.support.jobs import RHEOSTAT, TINY
 
 NAMES = ("models", "tasks", "flows", "infra", "placement", "json", "torch", "numpy", "prefect", "ray")
 REWARD = "def shared(prompt, completion, answer): return float(len(completion) % 2)\n"
@@ -55,29 +54,6 @@ def test_a_job_is_checked_next_to_user_modules_named_like_rheostats_packages(fol
     )
     assert misspelt.returncode == 2
     assert "did you mean 'shared'?" in misspelt.stderr
-
-
-EDITABLE = """
-from editables.redirector import RedirectingFinder as Finder
-Finder.install()
-for package in {packages}:
-    Finder.map_module(package, f"{root}/{{package}}/__init__.py")
-from rheostat.infra.plugins import add_target_folders
-add_target_folders()
-import rheostat.models.config.data
-import users_module as users
-print(rheostat.models.config.data.__file__, users.__file__)
-"""
-
-
-def test_an_editable_install_imports_rheostats_packages_despite_user_modules_of_the_same_name(folder: Path):
-    """The import finder of an editable installation comes after `sys.path`, whose last entry is the user's folder."""
-    (folder / "prefect.py").rename(folder / "users_module.py")
-    code = EDITABLE.format(packages=PACKAGES, root=ROOT)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == [str(ROOT / "models/config/data.py"), str(folder / "users_module.py")], done.stderr
 
 
 @pytest.mark.system

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.support.jobs import ROOT, list_running, wait_for
+from tests.support.jobs import ROOT, SEARCH_PATH, list_running, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_a_flow_ends_with_a_named_error_if_its_prefect_server_fails_and_still_ob
     fate, interrupt, code, told, tmp_path
 ):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment = kept | {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = kept | {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": SEARCH_PATH}
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=output)
     try:

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.support.jobs import ROOT, is_alive, wait_for
+from tests.support.jobs import ROOT, SEARCH_PATH, is_alive, wait_for
 from tests.support.processes import die_with_parent
 
 pytestmark = pytest.mark.system
@@ -48,7 +48,7 @@ def test_what_a_test_has_started_ends_with_the_test_process(program, number, tmp
     body = textwrap.indent(textwrap.dedent(PROGRAMS[program]), "    ")
     script.write_text(f"import os, sys, time\nif __name__ == '__main__':\n{body}")
     command = [sys.executable, str(script), str(tmp_path)]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", SEARCH_PATH)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=die_with_parent) as tester:
         try:
             started = int(tester.stdout.readline().split()[0])

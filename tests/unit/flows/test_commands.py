@@ -29,7 +29,7 @@ def test_the_help_names_every_command_and_imports_none_of_them():
 import sys
 from rheostat.flows.cli.app import main
 assert not any(main(words) for words in (["--help"], ["engine", "--help"], ["train", "--help"], ["rescore", "--help"]))
-heavy = {"pydantic", "numpy", "pyarrow", "prefect", "tasks", "models", "httpx"} & set(sys.modules)
+heavy = {"pydantic", "numpy", "pyarrow", "prefect", "rheostat.tasks", "rheostat.models", "httpx"} & set(sys.modules)
 sys.exit(str(heavy) if heavy else 0)
 """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import RunConfig, load_config, parse_config
 from rheostat.tasks.run.dependencies import dependencies_of
 from tests.support.demos import demo_job, load_demo
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, SEARCH_PATH
 
 SMALL = {"train_problems": 8, "heldout_problems": 2}
 OPTIONS = dict.fromkeys(("calculations", "measures", "pictures"), SMALL)
@@ -126,7 +126,7 @@ def test_a_copy_of_a_demonstration_is_code_of_the_user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "copy", "--example", "dialogue"]) == 0
     kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    environment = kept | {"PYTHONPATH": str(ROOT)}
+    environment = kept | {"PYTHONPATH": SEARCH_PATH}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "measures:MeasuresData measures\n", done.stderr
 
@@ -138,7 +138,7 @@ def test_a_module_of_the_user_that_hides_a_demonstration_is_named(tmp_path):
         "override_config({}, ['data.kind=measures'], source='job')"
     )
     kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    environment = kept | {"PYTHONPATH": str(ROOT)}
+    environment = kept | {"PYTHONPATH": SEARCH_PATH}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f"another module has the same name: {tmp_path}/measures.py. Rename that module" in done.stderr
 

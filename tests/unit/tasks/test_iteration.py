@@ -94,7 +94,8 @@ def test_prefect_does_not_traverse_the_arguments_of_tasks(run):
 
 def test_no_task_has_a_cache_in_prefect():
     modules = [
-        importlib.import_module(found.name) for found in pkgutil.walk_packages(rheostat.tasks.__path__, "tasks.")
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(rheostat.tasks.__path__, "rheostat.tasks.")
     ]
     found = {task.name: task for module in modules for task in vars(module).values() if isinstance(task, Task)}
     assert len(found) > 20

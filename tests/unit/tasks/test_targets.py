@@ -232,8 +232,8 @@ def test_the_placement_of_the_page_follows_its_option(folder):
 def test_built_in_classes_name_their_implementation_like_classes_of_users():
     for variant in (Algorithm, EngineSettings):
         for built_in in variant.__subclasses__():
-            if built_in.__module__.startswith("models.") and hasattr(built_in, "implementation"):
-                assert built_in.implementation.startswith("models.")
+            if built_in.__module__.startswith("rheostat.models.") and hasattr(built_in, "implementation"):
+                assert built_in.implementation.startswith("rheostat.models.")
     check_algorithm(Grpo())
 
 
