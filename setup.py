@@ -43,7 +43,9 @@ class SourcesWithCommit(sdist):
 
 
 names = find_packages(str(ROOT), include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")])
+ROOT.joinpath("build").mkdir(exist_ok=True)
 setup(
     packages=["rheostat", *(f"rheostat.{name}" for name in names)],
+    options={"egg_info": {"egg_base": "build"}},  # metadata at the root would be found in place of the installed ones
     cmdclass={"build_py": BuildWithCommit, "sdist": SourcesWithCommit},
 )

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -49,13 +49,15 @@ class _FormerModules(MetaPathFinder, Loader):
     module object."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for a former name, unless the user has a top-level module of this name."""
+        """Return a spec for a former name, or the spec of the user's top-level module of this name."""
         if not _is_former(name):
             return None
         top, _, rest = name.partition(".")
+        if not rest and (own := self._find_users(name)):
+            return own
         if rest and sys.modules.get(top) is not sys.modules.get(f"{PACKAGE}.{top}"):
-            return None
-        return None if not rest and self._is_users(name) else spec_from_loader(name, self)
+            return None  # a module in a package of the user
+        return spec_from_loader(name, self) if find_spec(f"{PACKAGE}.{name}") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import and return the module by its present name."""
@@ -76,17 +78,16 @@ class _FormerModules(MetaPathFinder, Loader):
         assert former is not None, "create_module has returned this module"
         module.__spec__ = former.loader_state
 
-    def _is_users(self, name: str) -> bool:
-        """Return whether another finder finds a module outside Rheostat. A folder counts if it contains Python files;
-        `models` is often a folder of checkpoints."""
-        specs = (finder.find_spec(name, None) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, specs), None)
-        if spec is None:
-            return False
-        places = spec.submodule_search_locations
-        if places is None:
-            return True
-        return any(Path(place).resolve().parent != HOME and any(Path(place).glob("*.py")) for place in places)
+    def _find_users(self, name: str) -> ModuleSpec | None:
+        """Return the spec of a user's top-level module, or None. A folder counts as a module if it contains Python
+        files, because `models` is often a folder of checkpoints."""
+        folders = [folder for folder in sys.path if Path(folder).resolve() != HOME]
+        others = (finder.find_spec(name, None) for finder in sys.meta_path if finder not in (self, PathFinder))
+        for spec in filter(None, (PathFinder.find_spec(name, folders), *others)):
+            places = spec.submodule_search_locations
+            if places is None or any(any(Path(place).glob("*.py")) for place in places):
+                return spec
+        return None
 
 
 def _is_former(module: str) -> bool:

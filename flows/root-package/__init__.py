@@ -81,6 +81,8 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module. Raises AttributeError for all other names."""
     for module, names in _NAMES.items():
         if name in names:
+            if module.startswith("flows."):  # Prefect reads its settings when it is imported
+                import_module("rheostat.flows.cli.prefect_api").set_defaults()
             return getattr(import_module(f"rheostat.{module}"), name)
     raise AttributeError(f"module 'rheostat' has no attribute {name!r}")
 

@@ -1,6 +1,7 @@
-"""User modules in the working directory with the names of Rheostat's packages: both the user's and ours are found."""
+"""User modules with the names of Rheostat's packages and of libraries: both the user's and ours are found."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from rheostat.infra.plugins import TARGETS
 from rheostat.models.config.reward_terms import TargetReward
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.rewards.evaluate import Case, Evaluator, Verdict
-from tests.support.jobs import RHEOSTAT, TINY
+from tests.support.jobs import RHEOSTAT, ROOT, TINY
+from tests.support.wheels import build_wheel, install_wheel
 
 NAMES = ("models", "tasks", "flows", "infra", "placement", "json", "torch", "numpy", "prefect", "ray")
 REWARD = "def shared(prompt, completion, answer): return float(len(completion) % 2)\n"
@@ -62,3 +64,40 @@ def test_the_documented_installation_trains_next_to_user_modules_named_like_rheo
     assert done.returncode == 0, done.stderr
     assert command(folder, "verify", "tiny").returncode == 0
     assert command(folder, "export-policy", "tiny", "--to", "exported").returncode == 0
+
+
+SCRIPT = """
+from pathlib import Path
+from rheostat import RunConfig, load_config, train
+import flows, models.mine, tasks
+print(load_config(Path("job/job.toml")).scoring.rules[0].function.target)
+print(tasks.__file__, models.mine.__file__, flows.__file__)
+print(train.name, RunConfig.__module__)
+"""
+
+
+@pytest.mark.system
+def test_a_wheel_works_next_to_a_project_that_has_models_tasks_and_flows(tmp_path):
+    programs = install_wheel(build_wheel(ROOT, tmp_path), tmp_path / "venv")
+    project = tmp_path / "project"
+    for name in ("models/__init__.py", "models/mine.py", "flows/__init__.py"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("")
+    (project / "tasks.py").write_text("def mine(prompt, completion, answer): return 1.0\n")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PREFECT_HOME": str(tmp_path / "prefect")}
+
+    def run(program: str, *words: str) -> str:
+        command = [programs / program, *words]
+        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("rheostat", "init", "job")
+    job = project / "job/job.toml"
+    rewards = "scoring.rewards=[{kind='target',target='tasks:mine'}]"
+    run("rheostat", "plan", str(job), rewards)
+    run("rheostat", "train", str(job), "--dry-run", rewards)
+    job.write_text(re.sub(r"(?m)^rewards = .*$", "rewards = [{kind='target',target='tasks:mine'}]", job.read_text()))
+    target, modules, ours = run("python", "-c", SCRIPT).splitlines()[-3:]
+    assert (target, ours) == ("tasks:mine", "train rheostat.tasks.config.run")
+    assert modules.split() == [str(project / name) for name in ("tasks.py", "models/mine.py", "flows/__init__.py")]

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -11,6 +12,9 @@ import rheostat.infra.commit
 from rheostat.infra.commit import describe_checkout, find_commit
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
+from tests.support.wheels import build_wheel
+
+BUILD_SOURCES = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
 @pytest.fixture
@@ -18,8 +22,10 @@ def checkout(tmp_path):
     """Repository with the files that a wheel of the package infra needs, and one commit."""
     home = tmp_path / "checkout"
     (home / "infra").mkdir(parents=True)
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "infra/__init__.py", "infra/commit.py"):
+    shutil.copytree(ROOT / "flows/root-package", home / "flows/root-package")
+    for name in ("pyproject.toml", "setup.py", "README.md", "infra/__init__.py", "infra/commit.py"):
         shutil.copy(ROOT / name, home / name)
+    (home / ".gitignore").write_text("/build/\n")
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     for arguments in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *arguments], cwd=home, check=True)
@@ -28,14 +34,21 @@ def checkout(tmp_path):
 
 def test_a_wheel_names_the_commit_that_it_was_built_from(checkout, tmp_path, monkeypatch):
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout[:12]
-    built = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(built, cwd=checkout, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extract("infra/commit.txt", tmp_path)
-    monkeypatch.setattr(rheostat.infra.commit, "_WRITTEN", tmp_path / "infra/commit.txt")
+    with zipfile.ZipFile(build_wheel(checkout, tmp_path)) as archive:
+        archive.extract("rheostat/infra/commit.txt", tmp_path)
+    monkeypatch.setattr(rheostat.infra.commit, "_WRITTEN", tmp_path / "rheostat/infra/commit.txt")
     assert find_commit() == commit
     assert run_command("--version").output.rstrip().endswith(f"({commit})")
+
+
+def test_a_wheel_from_a_source_distribution_names_the_commit_of_the_checkout(checkout, tmp_path):
+    commit = describe_checkout(checkout)
+    subprocess.run([sys.executable, "-c", BUILD_SOURCES, str(tmp_path)], cwd=checkout, check=True, capture_output=True)
+    (sources,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        archive.extractall(tmp_path, filter="data")
+    with zipfile.ZipFile(build_wheel(tmp_path / sources.name.removesuffix(".tar.gz"), tmp_path)) as archive:
+        assert archive.read("rheostat/infra/commit.txt").decode().strip() == commit
 
 
 def test_a_checkout_names_its_commit_and_whether_files_differ_from_it(checkout, tmp_path):

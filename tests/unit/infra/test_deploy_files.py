@@ -19,6 +19,7 @@ from prefect.workers.base import BaseJobConfiguration
 
 from rheostat.infra.environments.gpus import TORCH_VARIABLE
 from tests.support.jobs import ROOT
+from tests.support.wheels import build_wheel
 
 DEPLOY = ROOT / "infra" / "deploy"
 KUBERNETES = json.loads((DEPLOY / "kubernetes.json").read_text())
@@ -113,13 +114,13 @@ def test_every_documented_deploy_command_runs_without_prompts():
 
 @pytest.mark.system
 def test_a_wheel_has_the_files_of_deployments_and_demonstrations_and_init_writes_them(tmp_path):
-    build = ["uv", "build", "--wheel", "--no-build-isolation", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
-    here = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "VIRTUAL_ENV": sys.prefix, "HOME": str(tmp_path)}
-    subprocess.run(build, env=here, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    rheostat = [sys.executable, "-c", "import sys; from rheostat.flows.cli.app import main; sys.exit(main())"]
-    installed = {"cwd": tmp_path, "env": here | {"PYTHONPATH": str(tmp_path / "installed")}, "check": True}
+    with zipfile.ZipFile(build_wheel(ROOT, tmp_path)) as archive:
+        folders = {name.partition("/")[0] for name in archive.namelist()}
+        assert "rheostat" in folders and all(name.endswith(".dist-info") for name in folders - {"rheostat"})
+        archive.extractall(tmp_path / "installed")
+    rheostat = [sys.executable, "-P", "-m", "rheostat"]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "installed")}
+    installed = {"cwd": tmp_path, "env": environment, "check": True}
     subprocess.run([*rheostat, "init", "there", "--deployments"], **installed)
     subprocess.run([*rheostat, "init", "mine", "--example", "tools"], **installed)
     subprocess.run([*rheostat, "train", "mine/job.toml", "--dry-run"], **installed)
@@ -135,8 +136,9 @@ def test_the_image_copies_only_existing_files_and_all_files_that_the_installatio
     copied = {source for step, words in steps if step == "COPY" for source in words[:-1]}
     assert all((ROOT / source).exists() for source in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {f"{package}/" for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
-    assert copied >= packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"], "prefect.yaml"}
+    packages = {f"{folder.partition('/')[0]}/" for folder in project["tool"]["setuptools"]["package-dir"].values()}
+    project_files = {"pyproject.toml", "setup.py", "constraints.txt", project["project"]["readme"], "prefect.yaml"}
+    assert copied >= packages | project_files
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     assert sorted(kept) == sorted(source.rstrip("/") for source in copied | {"infra/"} if "/" not in source.rstrip("/"))
