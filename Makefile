@@ -100,6 +100,7 @@ docs: $(VENV)/.base  ## write the generated pages again
 site: export NO_MKDOCS_2_WARNING := 1
 site: export DISABLE_MKDOCS_2_WARNING := true
 site: $(VENV)/.docs  ## the documentation as a site in build/site, without network; a broken link fails it
+	@.ci/package.sh links build/view
 	@$(BIN)/python -m mkdocs build
 	@echo "open build/site/index.html"
 

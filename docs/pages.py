@@ -32,8 +32,9 @@ def copy_page(name: str) -> None:
 def is_public(module: Path) -> bool:
     """Say whether a module can be imported by its path, of which no part is private."""
     packages = [HOME / folder for folder in module.parents if folder.name]
-    private = [part for part in module.with_suffix("").parts if part.startswith("_") and part != "__init__"]
-    return not private and all((package / "__init__.py").is_file() for package in packages)
+    names = module.with_suffix("").parts
+    public = all(name.isidentifier() and (name == "__init__" or not name.startswith("_")) for name in names)
+    return public and all((package / "__init__.py").is_file() for package in packages)
 
 
 def purpose(module: Path) -> str:
@@ -67,12 +68,15 @@ def write_module_pages() -> None:
                 parts = parts[:-1]
             page = module.with_name("index.md") if is_package else module.with_suffix(".md")
             navigation[parts] = page.as_posix()
-            name = ".".join(parts)
+            name = ".".join(("rheostat", *parts))
             with mkdocs_gen_files.open(f"api/{page.as_posix()}", "w") as file:
                 file.write(f"# `{name}`\n\n::: {name}\n{contents(module.parent) if is_package else ''}")
     with mkdocs_gen_files.open("api/index.md", "w") as file:
-        file.write("# Modules\n\nEvery public module, from its docstrings.\n\n| package | what it is |\n|---|---|\n")
-        file.writelines(f"| [`{package}`]({package}/index.md) | {what} |\n" for package, what in PACKAGES.items())
+        file.write("# Modules\n\n::: rheostat\n    options: { members: false }\n\n")
+        file.write("| package | what it is |\n|---|---|\n")
+        file.writelines(
+            f"| [`rheostat.{package}`]({package}/index.md) | {what} |\n" for package, what in PACKAGES.items()
+        )
     with mkdocs_gen_files.open("api/SUMMARY.md", "w") as file:
         file.writelines(["* [Modules](index.md)\n", *navigation.build_literate_nav()])
 
