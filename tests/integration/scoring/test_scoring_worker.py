@@ -26,7 +26,7 @@ from rheostat.models.records.versions import Outcome
 from rheostat.models.records.work import CreditWork, ScoredShard, ScoringWork
 from rheostat.models.training.samples import open_samples
 from rheostat.models.workers.scoring import ScoringWorker
-from tests.support.jobs import is_alive, wait_for
+from tests.support.jobs import SEARCH_PATH, is_alive, wait_for
 from tests.support.pictures import picture
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.sandboxes import needs_sandbox
@@ -400,7 +400,7 @@ def test_a_worker_that_is_killed_leaves_no_reward_process_behind(store, tmp_path
     script.write_text(HANGING_WORKER)
     root = Path(__file__).parents[3]
     arguments = [sys.executable, str(script), str(tmp_path), rollouts.model_dump_json()]
-    with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root) as worker:
+    with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": SEARCH_PATH}, cwd=root) as worker:
         assert wait_for((tmp_path / "pids").exists)
         judge, started = map(int, (tmp_path / "pids").read_text().split())
         try:

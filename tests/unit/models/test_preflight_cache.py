@@ -26,6 +26,7 @@ from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.text.tokenizer import scratch_tokenizer
 from rheostat.tasks.config.run import override_config
+from tests.support.jobs import SEARCH_PATH
 from tests.support.json_lines import write_json_lines
 
 RESULT = CheckResult(facts={"parameters": 3}, notes=("Turns end with EOS.",))
@@ -69,7 +70,7 @@ def test_a_cached_result_is_returned_without_importing_model_libraries(inputs, c
         "print(json.dumps([result.model_dump(), 'transformers' in sys.modules]))"
     )
     command = [sys.executable, "-c", code, inputs.model_dump_json(), str(cache)]
-    again = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(HOME)}, capture_output=True, check=True)
+    again = subprocess.run(command, env=os.environ | {"PYTHONPATH": SEARCH_PATH}, capture_output=True, check=True)
     assert json.loads(again.stdout) == [result.model_dump(mode="json"), False]
 
 
