@@ -50,9 +50,9 @@ class _FormerModules(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for a former name, or the spec of the user's top-level module of this name."""
-        if not _is_former(name):
-            return None
         top, _, rest = name.partition(".")
+        if top not in FOLDERS or (path is not None and not rest):  # a search in given folders
+            return None
         if not rest and (own := self._find_users(name)):
             return own
         if rest and sys.modules.get(top) is not sys.modules.get(f"{PACKAGE}.{top}"):

@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
+from rheostat.infra.former_names import allow_former_imports
 from rheostat.infra.plugins import register_demo
 from rheostat.tasks.run.target_sources import library_version, rheostat_version, sources_of
 
@@ -72,6 +73,13 @@ def test_libraries_are_named_and_not_read_and_rheostats_modules_are_neither(writ
         == modules(register_demo("capo/arithmetic_steps:wrong_steps"))
         == set()
     )
+
+
+def test_a_users_module_with_a_former_name_of_rheostats_is_read_from_the_given_folders(write, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    allow_former_imports()
+    folder = write("elsewhere/models.py").parent
+    assert {*sources_of("models:f", [str(folder)]).modules} == {"models"}
 
 
 def test_an_installed_target_is_read_together_with_its_package(write):
