@@ -2,10 +2,13 @@
 
 This module also runs flows for commands: it handles signals and a dead server, and selects the error to report.
 
-Two private functions of Prefect are replaced. Its version is pinned exactly because of them:
+Three functions of Prefect that are not part of its public interface are replaced. Its version is pinned exactly because
+of them:
 
 - `AioSqliteConfiguration.begin_sqlite_stmt`, in flows/cli/server.py: write transactions wait for each other;
-- `prefect.utilities.engine._prefect_sigterm_handler`, in `run_flow`: SIGTERM cancels a flow like Ctrl-C.
+- `prefect.utilities.engine._prefect_sigterm_handler`, in `run_flow` for commands and in flows/prefect_states.py for
+  deployed runs: SIGTERM cancels a flow like Ctrl-C;
+- `exception_to_crashed_state` of the flow and task engines, in flows/prefect_states.py: a cancellation is no crash.
 """
 
 import asyncio
