@@ -90,7 +90,7 @@ def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, poli
 
 @pytest.mark.system
 def test_two_ranks_train_the_same_weights_as_one_rank(uri, policy):
-    kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}]
+    kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"zero_stage": 3}, {"sequence_parallel": 2}]
     configs, works = [change(CONFIG, **kind) for kind in kinds], works_of(policy)
     jobs = {f"{kind} {number}": Job(config, [works[kind]]) for kind in works for number, config in enumerate(configs)}
     jobs["one pair"] = Job(CONFIG, [reward_work(policy, change(TRAINING, steps=2, batch_size=1))])
