@@ -37,7 +37,9 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
     Raises BadInput if there are not enough different questions.
     """
     rng = Random(f"{seed}/{split}/{data.operations}")
-    return sample_problems(data, lambda source: _sample_problem(rng, data.operations, source=source), split)
+    return sample_problems(
+        data, lambda source: _sample_problem(rng, data.operations, source=source), split, size_key="data.operations"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ MAX_FRUITLESS_DRAWS: Final = 5000
 """Number of samples in a row without a new problem after which sampling stops. One sample in ten is held out."""
 
 
-def sample_problems(data: GeneratedData, draw: Callable[[str], Problem], split: str) -> list[Problem]:
+def sample_problems(
+    data: GeneratedData, draw: Callable[[str], Problem], split: str, *, size_key: str | None = None
+) -> list[Problem]:
     """Sample the distinct problems of a split ("train" or "heldout") with `draw`, which receives the origin of the
-    problem for messages. Raises BadInput if `MAX_FRUITLESS_DRAWS` samples in a row contain no new problem."""
+    problem for messages. `size_key` is the setting that raises the number of different problems, or None if there is
+    none. Raises BadInput if `MAX_FRUITLESS_DRAWS` samples in a row contain no new problem."""
     wanted = data.train_problems if split == "train" else data.heldout_problems
     problems, fruitless = dict[str, Problem](), 0
     while len(problems) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
@@ -29,6 +32,6 @@ def sample_problems(data: GeneratedData, draw: Callable[[str], Problem], split: 
     if len(problems) < wanted:
         raise BadInput(
             f"data.{split}_problems is {wanted}, but only {format_count(len(problems), 'different problem')} could be "
-            f"generated. Lower data.{split}_problems."
+            f"generated. Lower data.{split}_problems{f', or raise {size_key}' if size_key else ''}."
         )
     return list(problems.values())
