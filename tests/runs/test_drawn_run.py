@@ -13,7 +13,7 @@ from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.shards import read_shard
 from rheostat.models.config.denoising import DenoisingConfig, LearntWindow
 from rheostat.models.config.engines import DiffusersEngine
-from rheostat.models.denoising import pipeline
+from rheostat.models.denoising import frozen_parts
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
@@ -138,8 +138,8 @@ def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatc
     Their memory is released when the engine sleeps.
     """
     loaded = []
-    reader = pipeline.PromptEncoder
-    monkeypatch.setattr(pipeline, "PromptEncoder", lambda *of, **named: loaded.append(of) or reader(*of, **named))
+    reader = frozen_parts.PromptEncoder
+    monkeypatch.setattr(frozen_parts, "PromptEncoder", lambda *of, **named: loaded.append(of) or reader(*of, **named))
     run = open_tiny(whole)
     table, _ = rollouts_with_pictures(run)["it-0001/rollout/0000"]
     read = rollout_inputs(table)[0]
