@@ -23,8 +23,9 @@ HOME: Final = Path(__file__).resolve().parents[1]
 
 
 def present_name(name: str, folders: Iterable[str]) -> str:
-    """Return the present import string of a module of Rheostat, or of an object in it, if `name` is the former one.
-    Return other import strings unchanged, and also if a user's module of this name is in one of the `folders`."""
+    """Return the present import string for a former one, of a module of Rheostat or of an object in the module. Return
+    all other import strings unchanged. If one of the `folders` contains a user's module of this name, the import string
+    means that module and is unchanged too."""
     module = name.partition(":")[0]
     if not _is_former(module) or "." not in module or not _has_module(HOME, module):
         return name
@@ -33,8 +34,8 @@ def present_name(name: str, folders: Iterable[str]) -> str:
 
 
 def former_name(name: str) -> str:
-    """Return the import string that is stored for a module of Rheostat or an object in it: the former one, so that the
-    identity of a run stays the same. Return other import strings unchanged."""
+    """Return the former import string of a module of Rheostat or of an object in the module. Records contain this form,
+    because the identity of a run must not change. Return all other import strings unchanged."""
     return name.removeprefix(f"{PACKAGE}.")
 
 
@@ -45,7 +46,7 @@ def allow_former_imports() -> None:
 
 
 class _FormerModules(MetaPathFinder, Loader):
-    """Import finder and loader that returns the present module for its former name. Both names then stand for the same
+    """Import finder and loader that returns the present module for its former name. Both names then refer to the same
     module object."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

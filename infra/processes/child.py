@@ -28,8 +28,15 @@ from rheostat.infra import runner, sandbox_runner
 from rheostat.infra.errors import BadInput, WorkerFailed, WorkerLost
 from rheostat.infra.former_names import HOME
 from rheostat.infra.plugins import target_folders
-from rheostat.infra.processes import sandbox as sandboxing
 from rheostat.infra.processes.clock import CallClock
+from rheostat.infra.processes.sandbox import (
+    NOBODY,
+    call_limits,
+    check_sandbox,
+    query_python,
+    start_sandboxed,
+    switches_user,
+)
 from rheostat.infra.untrusted_text import make_visible
 
 START_SECONDS: Final = 120.0
@@ -81,9 +88,9 @@ def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interp
 
     `sandbox` names the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """
-    program = sys.executable if python is None else sandboxing.query_python(python, where="scoring.python")[0]
+    program = sys.executable if python is None else query_python(python, where="scoring.python")[0]
     if sandbox:
-        sandboxing.check_sandbox(sandbox)
+        check_sandbox(sandbox)
     last = () if python else tuple(filter(None, sys.path))
     return Interpreter(program, user_folders(), last, sandboxed=bool(sandbox))
 
@@ -115,7 +122,7 @@ class Child:
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
         if self._sandboxed:
             folders = (*interpreter.first, *interpreter.last)
-            self._process = sandboxing.start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
+            self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
         else:
             errors = _print_visibly()
             self._process = subprocess.Popen(
@@ -134,8 +141,8 @@ class Child:
             "parent": os.getpid(),
             "first": interpreter.first,
             "last": interpreter.last,
-            "limits": sandboxing.call_limits(seconds) if self._sandboxed else None,
-            "user": sandboxing.NOBODY if self._sandboxed and sandboxing.switches_user() else None,
+            "limits": call_limits(seconds) if self._sandboxed else None,
+            "user": NOBODY if self._sandboxed and switches_user() else None,
             "outside": str(Path("/proc/self/ns/pid").readlink()) if self._sandboxed else "",
             **order,
         }

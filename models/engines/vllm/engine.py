@@ -15,9 +15,18 @@ from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from rheostat.models.config.context import longrope_context
 from rheostat.models.config.engines import SamplingConfig, VllmEngine
-from rheostat.models.engines import requests as engine_input
 from rheostat.models.engines.protocol import Completion, Generate, Request, StepSums
-from rheostat.models.engines.requests import CompletionRow
+from rheostat.models.engines.requests import (
+    CompletionRow,
+    build_rows,
+    context_of,
+    end_tokens,
+    generation_settings,
+    require_context,
+    require_engine_room,
+    suppressed_tokens,
+    text_settings,
+)
 from rheostat.models.engines.vllm.client import (
     CompletionRequest,
     RequestDone,
@@ -91,18 +100,16 @@ class ServedEngine:
         return "; ".join(sorted(descriptions)) or self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        tokenizer, settings = load_tokenizer(directory), engine_input.generation_settings(directory)
+        tokenizer, settings = load_tokenizer(directory), generation_settings(directory)
         self._policy = _Policy(
             directory=directory,
             adapter=adapter,
             digest=policy.digest,
             tokenizer=tokenizer,
-            ends=engine_input.end_tokens(tokenizer, settings),
-            context=engine_input.context_of(directory),
-            longrope_context=longrope_context(engine_input.text_settings(directory)),
-            vision=VisionInputEncoder(
-                load_processor(directory), self._images, suppressed=engine_input.suppressed_tokens(settings)
-            ),
+            ends=end_tokens(tokenizer, settings),
+            context=context_of(directory),
+            longrope_context=longrope_context(text_settings(directory)),
+            vision=VisionInputEncoder(load_processor(directory), self._images, suppressed=suppressed_tokens(settings)),
         )
         self._ready.clear()
         before = self._moved_bytes
@@ -153,7 +160,7 @@ class ServedEngine:
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         policy, longest = self._served(), max(map(len, continuations))
-        engine_input.require_context(prompts, longest, context=self._context(), owner=self._name_context_owner())
+        require_context(prompts, longest, context=self._context(), owner=self._name_context_owner())
         size = BATCHES * self._config.max_batch_rows
         parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
         results: dict[int, tuple[float, ...]] = {}
@@ -208,8 +215,8 @@ class ServedEngine:
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Generate completions without verifying afterwards that the servers still serve the policy."""
         policy = self._served()
-        engine_input.require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
-        drafts = self._open_drafts(engine_input.build_rows(requests, longest=sampling.max_new_tokens), sampling)
+        require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
+        drafts = self._open_drafts(build_rows(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
         completions = iter(build_completions(drafts, policy.tokenizer, sampling.stop, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
