@@ -374,7 +374,7 @@ def _describe_teacher(config: RunConfig, facts: dict[str, float]) -> dict[str, s
 
 def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
     update, on_gpu = config.update, config.pools.gpus_per_update_rank > 0
-    libraries = library_bytes(update, facts, ranks=config.pools.update_ranks) if on_gpu else {}
+    libraries = library_bytes(update, facts, ranks=config.pools.update_ranks, on_gpu=on_gpu)
     parts = peak_memory_by_part(facts | libraries, "update")
     names = (*update.offloaded, "writing") if on_gpu else ()  # ranks on GPUs copy weights to machine memory
     offloaded = {name: parts.pop(name) for name in names if name in parts}

@@ -53,13 +53,18 @@ def find_default_float32(config: RunConfig) -> str | None:
     )
 
 
-def library_bytes(update: UpdateConfig, facts: Mapping[str, float], *, ranks: int) -> dict[str, float]:
-    """Return the bytes that libraries need on the GPU of an update rank, as numbers of the preflight check: for CUDA
-    and NCCL, for the buckets in which DeepSpeed reduces gradients, and for the weights that ZeRO-3 gathers."""
+def library_bytes(update: UpdateConfig, facts: Mapping[str, float], *, ranks: int, on_gpu: bool) -> dict[str, float]:
+    """Return the bytes that libraries need in an update rank, by purpose: for CUDA and NCCL, for the buckets in which
+    DeepSpeed reduces gradients, and for the weights that ZeRO-3 gathers. `facts` are the numbers of the preflight
+    check.
+
+    On a CPU, a bucket takes only the memory that gradients are written to. On a GPU, it takes its whole size.
+    """
     stage, number = update.running_stage, BYTES[update.dtype]
-    sizes = {"update_cuda_bytes": CUDA_BYTES + (NCCL_BYTES if ranks > 1 else 0)}
+    sizes = {"update_cuda_bytes": CUDA_BYTES + (NCCL_BYTES if ranks > 1 else 0)} if on_gpu else {}
     if stage:
-        sizes["update_buckets_bytes"] = BUCKET_NUMBERS * number
+        written = BUCKET_NUMBERS if on_gpu else min(BUCKET_NUMBERS, facts.get("trained_parameters", 0.0))
+        sizes["update_buckets_bytes"] = written * number
     if stage == 3:
         largest = max(facts.get(f"{model}parameters", 0.0) for model in ("", "critic_", "teacher_"))
         sizes["update_gathered_bytes"] = min(GATHERED_NUMBERS, largest) * number
@@ -77,7 +82,7 @@ def kept_rank_bytes(config: RunConfig, facts: Mapping[str, float]) -> float:
     check."""
     update = config.update
     freed = (*freed_parts(update), *update.offloaded)
-    sizes = {**facts, **library_bytes(update, facts, ranks=config.pools.update_ranks)}
+    sizes = {**facts, **library_bytes(update, facts, ranks=config.pools.update_ranks, on_gpu=True)}
     parts = {f"update_{part}_bytes" for part in freed}
     names = [name for name in sizes if name.startswith("update_") and name.endswith("_bytes")]
     return sum(sizes[name] for name in names if name not in parts)

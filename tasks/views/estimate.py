@@ -239,7 +239,7 @@ def _estimate_update_memory(config: RunConfig, facts: Mapping[str, float], kind:
     """Return the memory that one update rank needs. Offloaded parts are counted as memory of the machine. The chunks in
     which logits are computed grow with the accelerator's memory."""
     update = config.update
-    libraries = library_bytes(update, facts, ranks=config.pools.update_ranks)
+    libraries = library_bytes(update, facts, ranks=config.pools.update_ranks, on_gpu=True)
     parts = peak_memory_by_part({**facts, **libraries}, "update") | {
         "head": head_bytes(facts["pass_logits"], memory=kind.memory)
     }

@@ -22,6 +22,7 @@ from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import UpdateWork
+from rheostat.tasks.config.gpus import library_bytes
 from tests.support.training import TINY, publish_scratch
 from tests.support.update_workers import start_worker
 
@@ -31,19 +32,22 @@ CONFIGS = {
     "plain": BASE,
     "layers again": BASE.model_copy(update={"activation_checkpointing": True}),
     "zero 2": BASE.model_copy(update={"zero_stage": 2}),
+    "zero 3": BASE.model_copy(update={"zero_stage": 3}),
     "bfloat16": BASE.model_copy(update={"dtype": "bfloat16"}),
     "reference": BASE.model_copy(update={"kl": KlPenalty()}),
     "adapters": BASE.model_copy(update={"kl": KlPenalty(), "lora": LoraConfig(rank=8)}),
 }
 PROMPT, COMPLETION = 16, 112
-FIRST = ("layers again", "adapters")
-"""Configurations whose estimate consists mostly of the written copy and of the reserve of the allocator."""
+FIRST = ("layers again", "adapters", "zero 3")
+"""Configurations whose estimate consists mostly of the written copy, of the reserve of the allocator, and of gathered
+weights and buckets."""
 
 
 def estimate_peak(config: UpdateConfig) -> float:
     model = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
     sizes = MicrobatchSizes.compute(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
     facts = resident_bytes(config, model, ranks=1) | microbatch_bytes(config, model, sizes, held=0)
+    facts |= library_bytes(config, {"parameters": model.parameters, **facts}, ranks=1, on_gpu=False)
     second = model.parameters * 4 if config.kl_penalty is not None and config.lora is None else 0
     return second + sum(value for name, value in facts.items() if name.startswith("update_"))
 

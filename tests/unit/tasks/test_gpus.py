@@ -77,8 +77,15 @@ def test_a_rank_keeps_its_state_but_no_activations():
 )
 def test_libraries_of_a_rank_need_memory_for_cuda_nccl_and_the_buffers_of_deepspeed(overrides, expected):
     config = accepted(*overrides)
-    sizes = library_bytes(config.update, {"parameters": 1e6}, ranks=config.pools.update_ranks)
+    sizes = library_bytes(config.update, {"parameters": 1e6}, ranks=config.pools.update_ranks, on_gpu=True)
     assert sizes == {f"update_{name}_bytes": size for name, size in expected.items()}
+
+
+def test_a_rank_on_a_cpu_touches_only_the_part_of_a_bucket_that_holds_gradients():
+    update, facts = accepted("update.zero_stage=3").update, {"parameters": 1e6, "trained_parameters": 4e5}
+    sizes = library_bytes(update, facts, ranks=2, on_gpu=False)
+    assert sizes == {"update_buckets_bytes": 1.6e6, "update_gathered_bytes": 4e6}
+    assert library_bytes(accepted().update, facts, ranks=2, on_gpu=False) == {}
 
 
 def test_the_sizes_of_the_buffers_are_the_defaults_of_deepspeed():
