@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-models models-page test-smoke test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
@@ -34,6 +34,13 @@ PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of its longest tests
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)
+
+SEED := 1
+SHUFFLED := build/shuffled
+test-shuffled: export PYTHONDONTWRITEBYTECODE :=
+test-shuffled: $(VENV)/.dev  ## the default suite in the random order of SEED=..., which finds tests that depend on earlier ones
+	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(SHUFFLED) pytest-randomly==5.1.0
+	@PYTHONPATH=$(SHUFFLED) $(BIN)/python -m pytest $(PARALLEL) --randomly-seed=$(SEED) $(ARGS)
 
 test-smoke: export PYTHONDONTWRITEBYTECODE :=
 test-smoke: $(VENV)/.dev  ## one whole run of each family, most of them killed on the way; vLLM's is `make test-vllm ARGS='-m "vllm and smoke"'`
