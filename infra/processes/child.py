@@ -48,7 +48,9 @@ MAX_ENDS: Final = 4
 MAX_SLOWDOWN: Final = 10.0
 """Maximum duration of a call, as a multiple of its limit, which only counts time in which the process could run."""
 MAX_FRAME: Final = 1 << 24
-_EXIT_SECONDS = 1.0  # a process that dies closes its pipe before its exit code is known
+EXIT_SECONDS: Final = 1.0
+"""Maximum seconds in which a process that has closed its pipe and could run becomes known as ended. The pipe of a
+process that dies is closed before its exit code is known."""
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
 """Names of the signals that the kernel sends to a process because of an error in the process itself."""
 
@@ -260,11 +262,11 @@ class Child:
         """Return the error that describes how the process ended."""
         if self._unread or _readable(self._out):
             return invalid_answer()
-        deadline = time.monotonic() + _EXIT_SECONDS
+        clock = CallClock(self.pid, EXIT_SECONDS)
         while (code := self._exit()) is None:
-            if time.monotonic() > deadline:
+            if clock.counted_seconds() > EXIT_SECONDS:
                 return ProcessEnded("its process closed the pipe", cause="own")
-            time.sleep(_EXIT_SECONDS / 100)
+            time.sleep(EXIT_SECONDS / 100)
         if self._sandboxed and code > 128:  # like shells, the runner reports a signal inside as 128 + signal
             return _signal_error(sandbox_runner.signal_name(code - 128), inside=True)
         if code >= 0:

@@ -40,7 +40,7 @@ POLL_SECONDS = 0.1
 GIVE_UP_SECONDS = 30.0
 TERMINATE_SECONDS = 3.0
 """Maximum time in seconds for a server to close its resources, before it is killed."""
-TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 2.0
+TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 30.0
 """Name of Python's helper process that removes the shared memory of killed processes, and the maximum seconds in which
 it ends by itself."""
 

@@ -22,7 +22,10 @@ def obedient(prompt: str, completion: str, answer: str) -> float:
         os._exit(0)
     if completion == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if completion == "crash":
+    if completion == "close":
+        os.closerange(0, 1000)
+        time.sleep(2.5)
+    if completion in ("crash", "close"):
         os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "raise":
         raise RuntimeError(f"cannot judge\n{object()!r}")

@@ -15,6 +15,7 @@ import pytest
 
 from rheostat.infra import runner
 from rheostat.infra.errors import WorkerFailed, WorkerLost
+from rheostat.infra.processes import clock
 from rheostat.infra.processes.child import MAX_ENDS
 from rheostat.models.config.reward_terms import BuiltInReward, NumericReward, RegexReward, TargetReward
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
@@ -102,6 +103,15 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is(star
     errors = {text: verdict.error for text, verdict in zip(completions, verdicts, strict=True) if verdict.error}
     assert errors.keys() == reasons.keys()
     assert all(re.search(f"^obedient: .*{reasons[text]}$", error) for text, error in errors.items()), errors
+
+
+@pytest.mark.parametrize(("is_starved", "reason"), [(True, "SIGSEGV"), (False, "its process closed the pipe")])
+def test_a_process_that_dies_while_other_processes_use_the_cpus_is_known_by_its_signal(
+    start_evaluator, monkeypatch, is_starved, reason
+):
+    monkeypatch.setattr(clock, "_usage", lambda pid: (0.0, is_starved))
+    [verdict] = start_evaluator(OBEDIENT, timeout_seconds=3).evaluate(cases_of("close"))
+    assert re.search(f"{reason}$", verdict.error)
 
 
 def test_terms_before_the_one_that_fails_keep_their_values(start_evaluator):
