@@ -159,11 +159,14 @@ def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield a remark for the user if some answers are words that data frames write for missing values."""
     suspects = [problem for problem in problems if problem.answer.strip().casefold() in MISSING_WORDS]
     if suspects:
-        answers = "1 answer is a word" if len(suspects) == 1 else f"{len(suspects):,} answers are words"
-        yield (
-            f"{answers} that often stands for a missing value, first {json.dumps(suspects[0].answer)} in "
-            f"{suspects[0].source}. It is the reference answer. If the answer is missing, remove the row."
+        is_one, first = len(suspects) == 1, f"{json.dumps(suspects[0].answer)} in {suspects[0].source}"
+        answers = (
+            f"1 answer is a word that often stands for a missing value: {first}"
+            if is_one
+            else f"{len(suspects):,} answers are words that often stand for a missing value, first {first}"
         )
+        used = "It is used as a reference answer" if is_one else "They are used as reference answers"
+        yield f"{answers}. {used}. If an answer is missing, remove its row."
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:
