@@ -18,9 +18,9 @@ import torch
 
 from bench.tables import Table
 from rheostat.infra.processes.heap import heap_variables
-from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes
 from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.models.modeling.layout import lay_out
 from rheostat.models.modeling.logprobs import TokenLogprobs

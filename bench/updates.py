@@ -26,9 +26,9 @@ from bench.tables import Table
 from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
 from rheostat.infra.store.shards import ShardRef, write_shard
 from rheostat.infra.store.storage import open_store
-from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from rheostat.models.config.algorithms import Grpo
 from rheostat.models.config.objectives import KlPenalty, UpdateConfig
+from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion, Outcome

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -188,6 +188,10 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         model_title_generator=_title,
     )
+
+    checks: ClassVar[Mapping[str, str]] = {}
+    """Import paths `pkg.mod:function` of the functions that check these settings before a run starts, by stage of the
+    check. Functions of base classes are called too."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:

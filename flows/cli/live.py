@@ -6,6 +6,7 @@ another machine.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from rheostat.infra.counts import format_count
 from rheostat.infra.store.storage import is_bucket_address
 from rheostat.infra.terminal import console, wrap_text
 from rheostat.infra.untrusted_text import make_visible
+from rheostat.tasks.run.preflight import report_checks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,6 +37,7 @@ several requests."""
 SILENT_SECONDS: Final = 30.0
 """Time in seconds without output after which a line about the current activity is printed, if there is no terminal."""
 CHECKING: Final = "checking the configuration, the data and the policy"
+CHECKING_PART: Final = "checking the inputs: {}"
 STARTING: Final = "starting workers and Prefect's server"
 BAR: Final = 28
 SPARKS: Final = "▁▂▃▄▅▆▇█"
@@ -58,10 +61,26 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
         attach_handler(lines)
         page.start()
         try:
-            yield
+            with report_checks(page.show_check):
+                yield
         finally:
             page.end()
             detach_handler(lines)
+
+
+@contextmanager
+def show_checks(*, as_json: bool) -> Iterator[None]:
+    """Run the block, which checks a configuration. On a terminal, one line on stderr names the part that is being
+    checked, and disappears at the end."""
+    terminal = console(sys.stderr)
+    if as_json or not terminal.is_terminal or terminal.is_dumb_terminal:
+        yield
+        return
+    with (
+        terminal.status(CHECKING) as line,
+        report_checks(lambda part: line.update(make_visible(CHECKING_PART.format(part)))),
+    ):
+        yield
 
 
 @contextmanager
@@ -183,6 +202,10 @@ class _Page(threading.Thread):
         self._ended, self._began = threading.Event(), time.monotonic()
         self.what = CHECKING
         """Text to show before there is a run to read."""
+
+    def show_check(self, part: str) -> None:
+        """Show the name of the part of the configuration that is being checked."""
+        self.what = make_visible(CHECKING_PART.format(part))
 
     def run(self) -> None:
         """Read the progress of the run at regular intervals, and redraw the page after each read."""

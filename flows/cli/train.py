@@ -123,12 +123,14 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Run the configured job, or continue it from its last stored result."""
+    from rheostat.flows.cli.live import show_checks
     from rheostat.flows.cli.plan import plan_run
 
     job = JobArguments(config, overrides, run, store)
     loaded = job.load()
     if dry_run:
-        plan = plan_run(loaded, accept_change=accept_change)
+        with show_checks(as_json=as_json):
+            plan = plan_run(loaded, accept_change=accept_change)
         write(plan.model_dump_json(indent=2) if as_json else plan.text())
         return
     with _show_progress(loaded, display, as_json=as_json):
@@ -196,6 +198,7 @@ def plan(
     config: Config, /, *overrides: Overrides, device: OnDevice = None, tokens: MeanTokens = None, as_json: Json = False
 ) -> None:
     """Show the workers and memory with which a run would start, or estimate an iteration on other GPUs."""
+    from rheostat.flows.cli.live import show_checks
     from rheostat.flows.cli.output import assumption_rows
     from rheostat.flows.cli.plan import plan_memory
     from rheostat.tasks.config.run import load_config
@@ -206,7 +209,8 @@ def plan(
     if device is not None:
         _print_estimate(loaded, device, tokens, as_json=as_json)
         return
-    memory = plan_memory(loaded)
+    with show_checks(as_json=as_json):
+        memory = plan_memory(loaded)
     first = first_placement(loaded) if loaded.scoring.hosted_rewards else None
     if as_json:
         placement = {} if first is None else first.model_dump(mode="json")
@@ -223,10 +227,12 @@ def plan(
 
 
 def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
+    from rheostat.flows.cli.live import show_checks
     from rheostat.flows.cli.plan import plan_device
     from rheostat.tasks.views.estimate import NOT_COUNTED
 
-    estimate = plan_device(config, device, completion_tokens=tokens)
+    with show_checks(as_json=as_json):
+        estimate = plan_device(config, device, completion_tokens=tokens)
     if as_json:
         write(estimate.model_dump_json(indent=2))
         return

@@ -17,6 +17,8 @@ class Tracker(Variant):
     `implementation` is the import string of a function of the type `rheostat.infra.trackers.records.OpenMirror`, which
     connects a run to the tracker."""
 
+    checks = {"settings": "rheostat.infra.trackers.config:check_settings"}
+
     package: ClassVar[tuple[str, str] | None] = None
     """Module that the tracker requires and its pip requirement, such as ("wandb", "wandb>=0.31,<1"). None if no
     additional package is required."""
@@ -104,6 +106,11 @@ class TrackingPart(Settings):
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return (value,) if isinstance(value, dict) else value
+
+
+def check_settings(tracker: Tracker, facts: object, where: str) -> None:
+    """Check a tracker before a run starts, see `check_tracker`."""
+    check_tracker(tracker)
 
 
 def check_tracker(tracker: Tracker) -> None:

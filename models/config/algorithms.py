@@ -59,6 +59,10 @@ class Algorithm(Variant):
     """Fields common to all algorithms that compute advantages. `implementation` is the import path of a
     `rheostat.models.algorithms.experience.AdvantageFunction`."""
 
+    checks = {
+        "settings": "rheostat.models.inspection.training:check_algorithm",
+        "policy": "rheostat.models.inspection.training:check_critic",
+    }
     informative: ClassVar[str] = "rheostat.models.algorithms.ragged:rewards_differ"
     """Import path `pkg.mod:function` of an `InformativeFunction`, which selects the groups worth training on
     (informative groups). The default selects groups whose completions have unequal total rewards."""

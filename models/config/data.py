@@ -22,6 +22,11 @@ class DataSource(TextSettings, Variant):
     """Fields common to all sources of problems. `implementation` names a
     `rheostat.models.data.problems.ProblemSource`."""
 
+    checks = {
+        "settings": "rheostat.models.inspection.problems:check_source",
+        "problems": "rheostat.models.inspection.problems:check_problems",
+        "policy": "rheostat.models.inspection.problems:check_prompts",
+    }
     makes_pairs: ClassVar[bool] = False
     """Whether preference pairs can be built from the problems of this source, with `preferences.kind =
     "arithmetic"`."""

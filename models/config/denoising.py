@@ -114,6 +114,8 @@ class LearntWindow(Settings):
 class DenoisingConfig(Settings):
     """Settings for generating pictures by denoising, for text-to-image policies."""
 
+    checks = {"policy": "rheostat.models.inspection.training:check_denoising"}
+
     steps: Annotated[int, Field(ge=2, le=1000)] = 10
     """Number of denoising steps from noise to picture."""
     sampler: SamplerConfig = CpsSampler()

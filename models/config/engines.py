@@ -86,6 +86,10 @@ class EngineSettings(Variant):
     of its workers.
     """
 
+    checks = {
+        "policy": "rheostat.models.inspection.engines:check_engine",
+        "machine": "rheostat.models.inspection.engines:check_environment",
+    }
     records_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that a mixture-of-experts policy chose for each token (`RecordsExperts`
     in `rheostat.models.engines.protocol`)."""

@@ -31,6 +31,7 @@ class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the format and the length of an episode, in which the policy and the
     environment take turns."""
 
+    checks = {"policy": "rheostat.models.inspection.engines:check_turns"}
     responder: ClassVar[str] = "rheostat.models.environments.pool:EnvironmentPool"
     """Import path `pkg.mod:name` of a `rheostat.models.environments.responders.ResponderFactory`, which creates the
     object that computes the environment's replies in a worker."""

@@ -125,6 +125,12 @@ class JudgeReward(RewardTerm):
     """Reward computed from the verdict of a language model that rates completions (judge)."""
 
     implementation = "rheostat.models.workers.judge:JudgeWorker"
+    checks = {
+        "settings": "rheostat.models.inspection.rewards:check_judge_settings",
+        "policy": "rheostat.models.inspection.rewards:check_judge_policy",
+        "models": "rheostat.models.inspection.rewards:check_model",
+        "endpoints": "rheostat.models.inspection.rewards:check_judge_endpoint",
+    }
     example = '{ kind = "judge", model = { kind = "directory", path = "models/judge" } }'
 
     kind: Literal["judge"] = "judge"
@@ -282,6 +288,7 @@ class HostedModelReward(RewardTerm):
     completion."""
 
     implementation = "rheostat.models.workers.reward_model:RewardModelWorker"
+    checks = {"models": "rheostat.models.inspection.rewards:check_model"}
     scorer: ClassVar[str]
     """Import path `pkg.mod:Class` of the `rheostat.models.workers.reward_model.CompletionScorer` that runs the
     model."""

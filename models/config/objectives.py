@@ -67,6 +67,7 @@ class PolicyLoss(Variant):
     """Fields common to all policy losses. `implementation` names a
     `rheostat.models.objectives.loss_inputs.LossFunction`."""
 
+    checks = {"policy": "rheostat.models.inspection.training:check_loss"}
     compares_sequences: ClassVar[bool] = False
     """Whether the probability ratio is computed once for a whole completion instead of once for each token."""
     gradient_by_token: ClassVar[bool] = False
@@ -223,6 +224,8 @@ CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportan
 # ---- the update
 class UpdateConfig(Settings):
     """Settings for the update: the optimizer steps of an iteration."""
+
+    checks = {"policy": "rheostat.models.inspection.training:check_memory"}
 
     optimizer: Annotated[OptimizerConfig, Since("0.1.0", before=AdamW())] = AdamW()
     """Optimizer of the policy. It is also used for warm-up, critics and reward models."""

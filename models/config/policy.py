@@ -20,6 +20,7 @@ class PolicySource(Variant):
     """Fields common to all sources of an initial policy. `implementation` names a
     `rheostat.models.modeling.initial.PolicyWriter`, which writes the policy into the run."""
 
+    checks = {"policy": "rheostat.models.inspection.training:check_policy"}
     inspection: ClassVar[str]
     """Import path of a `rheostat.models.inspection.directory.Inspection`, which reads the policy's properties before a
     run begins."""

@@ -18,6 +18,7 @@ class Preferences(Variant):
     """Fields common to all sources of preference pairs (a better and a worse completion of the same prompt).
     `implementation` names a `rheostat.models.data.preferences.PreferenceSource`."""
 
+    checks = {"policy": "rheostat.models.inspection.preferences:check_preferences"}
     reading_reporter: ClassVar[str] = ""
     """Import path `pkg.mod:function` of a `rheostat.models.data.reading.ReadingReporter`, which reports how this source
     reads its files. Empty if the source reads no files."""

@@ -118,6 +118,8 @@ class SuiteCheck(Settings):
     """Request to check, before training, how many problems of a suite also occur in the training data
     (contamination)."""
 
+    checks = {"problems": "rheostat.models.inspection.problems:check_suite"}
+
     suite: SuiteName
     """Name of the suite to check."""
     data: DataConfig

@@ -43,6 +43,11 @@ class RewardTerm(Variant):
     initial policy's scores."""
 
     @property
+    def term(self) -> str:
+        """Name of this reward term in columns and metrics."""
+        return self.name or self.label
+
+    @property
     def granularity(self) -> Granularity:
         """Unit that this reward scores: "completion", "step", "token" or "turn"."""
         return "completion"
@@ -311,6 +316,7 @@ class CodeReward(RewardTerm):
     `{"input": …, "output": …}`, the text that the program reads on stdin and the text that it must write to stdout.
     """
 
+    checks = {"settings": "rheostat.models.inspection.rewards:check_sandbox"}
     example = '{ kind = "code", value = "share" }'
 
     kind: Literal["code"] = "code"

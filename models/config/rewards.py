@@ -35,6 +35,11 @@ REWARD_CLASSES: Final[tuple[type[RewardTerm], ...]] = get_args(_AnyReward)
 class ScoringConfig(Settings):
     """Settings for scoring completions: the reward terms, their time limit and their isolation."""
 
+    checks = {
+        "settings": "rheostat.models.inspection.rewards:check_functions",
+        "problems": "rheostat.models.inspection.rewards:check_problems",
+    }
+
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
     """Reward terms. The total reward of a completion is their weighted sum."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10
@@ -58,7 +63,7 @@ class ScoringConfig(Settings):
     @property
     def terms(self) -> tuple[str, ...]:
         """Column names of all reward terms, in configuration order."""
-        return tuple(reward.name or reward.kind for reward in self.rewards)
+        return tuple(reward.term for reward in self.rewards)
 
     @property
     def rules(self) -> tuple[RuleReward, ...]:

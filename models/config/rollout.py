@@ -56,6 +56,8 @@ class RolloutConfig(Settings):
     """Settings for generating completions: how many per iteration, by which engine and policy version, and in which
     environment."""
 
+    checks = {"policy": "rheostat.models.inspection.engines:estimate_memory"}
+
     prompts: Positive = 64
     """Number of prompts per iteration. With `dynamic`, this is the target number of informative groups."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Teacher(Variant):
     """Fields common to all teachers (models whose log-probs the policy is trained to match)."""
 
+    checks = {"policy": "rheostat.models.inspection.training:check_teacher"}
     inspection: ClassVar[str]
     """Import path `pkg.mod:function` of a `rheostat.models.inspection.other_models.TeacherCheck`, which checks the
     teacher before a run begins."""

@@ -96,6 +96,11 @@ class WarmupConfig(SupervisedWarmup):
     """Supervised training (SFT) of the policy before the first iteration, on the answers of the problems or on whole
     chats."""
 
+    checks = {
+        "problems": "rheostat.models.inspection.problems:check_examples",
+        "policy": "rheostat.models.inspection.chats:check_chats",
+    }
+
     chats: Annotated[ChatTraining | None, Since("0.2.0", before=None)] = None
     """Chats on which warm-up trains. If not set, warm-up trains on the answers of the problems."""
 

@@ -19,6 +19,7 @@ class UserModel(Variant):
     `rheostat.models.modeling.initial.UserWriter`, which writes the model into the run."""
 
     implementation = "rheostat.models.modeling.initial:refuse_to_write_user"
+    checks = {"models": "rheostat.models.inspection.engines:check_user"}
     inspection: ClassVar[str] = "rheostat.models.inspection.users:check_endpoint_user"
     """Import path `pkg.mod:function` of a `rheostat.models.inspection.users.UserCheck`, which checks the model before a
     run begins."""

@@ -9,12 +9,12 @@ from math import ceil, log2
 from typing import Final, NamedTuple
 
 from rheostat.infra.counts import format_count
-from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from rheostat.models.config.engines import TransformersEngine
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.outline import ModelOutline
 from rheostat.models.config.policy import ModelShape
+from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 
 GROUP_SIZE: Final = 8
 """Number of completions per prompt. 8 is a usual choice for GRPO."""

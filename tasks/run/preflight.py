@@ -8,9 +8,9 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Final, Literal
@@ -204,6 +204,25 @@ def is_checked() -> bool:
     return _IS_CHECKED.get()
 
 
+_REPORT: Final = ContextVar[Callable[[str], None]]("report", default=lambda part: None)
+"""Function that is called with the name of each part of the configuration before the part is checked."""
+MAX_LINE_BYTES: Final = 2**26
+"""Maximum length in bytes of a line that the process of the check prints."""
+PROGRESS: Final = b'{"checking":'
+"""Start of the lines that name the part which is checked next."""
+
+
+@contextmanager
+def report_checks(report: Callable[[str], None]) -> Iterator[None]:
+    """Run the block, in which `report` is called with the name of each part of a configuration before the part is
+    checked."""
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
 async def preflight(
     config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run", checked: SuiteCheck | None = None
 ) -> CheckResult:
@@ -229,8 +248,10 @@ async def preflight(
         document["checked"] = checked.model_dump(mode="json")
     command, request = [*PREFLIGHT_COMMAND, part], json.dumps(document).encode()
     variables = {**os.environ, "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables)
-    checking = asyncio.ensure_future(process.communicate(request))
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, limit=MAX_LINE_BYTES
+    )
+    checking = asyncio.ensure_future(_communicate(process, request))
     check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=IDLE_SECONDS)
     try:
         while not (await asyncio.wait({checking}, timeout=CHECK_SECONDS))[0]:
@@ -254,3 +275,22 @@ async def preflight(
         for conflict in [] if memory is None else find_memory_conflicts(config, verdict["facts"], memory):
             raise BadInput(conflict)
     return CheckResult(facts=verdict["facts"], notes=verdict["notes"])
+
+
+async def _communicate(process: Process, request: bytes) -> tuple[bytes, bytes]:
+    """Send the configuration to the process of the check, and report each part that it checks. Return the line
+    with the result, and the text of the error stream."""
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and stdout is not None and stderr is not None, "the process was started with pipes"
+    errors, answer = asyncio.ensure_future(stderr.read()), b""
+    with suppress(ConnectionError):  # the process has ended; its error stream contains the reason
+        stdin.write(request)
+        await stdin.drain()
+    stdin.close()
+    async for line in stdout:
+        if line.startswith(PROGRESS):
+            _REPORT.get()(json.loads(line)["checking"])
+        else:
+            answer = line
+    await process.wait()
+    return answer, await errors

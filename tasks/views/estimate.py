@@ -8,9 +8,9 @@ from typing import Final
 from rheostat.infra.config import Settings
 from rheostat.infra.errors import BadInput
 from rheostat.infra.validation_errors import nearest
-from rheostat.models.commands.memory import head_bytes
 from rheostat.models.config.engines import BYTES
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.memory import head_bytes
 from rheostat.placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, compute_limit, shared_flops
 from rheostat.tasks.config.gpus import freed_parts, library_bytes
 from rheostat.tasks.config.run import RunConfig

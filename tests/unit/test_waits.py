@@ -10,7 +10,7 @@ ROOMS = ("flows", "tasks", "models", "placement", "infra")
 BOUNDED = {
     "flows/controllers.py: controller_span.requests.get": "a controller, which ends with its run",
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
-    "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
+    "tasks/run/preflight.py: process.wait": "the loop in `preflight` looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
     "models/engines/vllm/servers.py: future.result": "the executor's end has waited, each request has a limit",
     "models/engines/vllm/plugin/rheostat_completions.py: lines.get": "in vLLM, whose owner watches its progress",

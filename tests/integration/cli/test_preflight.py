@@ -41,11 +41,12 @@ def write_rows(name: str, *answers: str, question: str = "question") -> None:
 
 @pytest.mark.smoke
 @pytest.mark.system
-def test_the_input_check_prints_one_line_and_writes_nothing(place):
+def test_the_input_check_prints_the_parts_and_one_line_and_writes_nothing(place):
     before = sorted(place.rglob("*"))
     answer = ask_command(json.dumps(read_inputs().model_dump(mode="json") | {"name": "a key that the check ignores"}))
     assert answer.returncode == 0, answer.stderr
-    [line] = answer.stdout.splitlines()
+    *progress, line = answer.stdout.splitlines()
+    assert {"checking": "data"} in map(json.loads, progress)
     verdict = json.loads(line)
     assert (verdict["ok"], verdict["error"]) == (True, "")
     assert (verdict["facts"]["train_problems"], verdict["facts"]["heldout_problems"]) == (64, 8)
@@ -59,7 +60,7 @@ def test_bad_input_gives_exit_code_2_and_one_line_without_the_output_of_rewards(
     reward = "scoring.rewards=[{kind='target',target='chatty:reward'}]"
     answer = ask_command(read_inputs(reward).model_dump_json())
     assert answer.returncode == 2, answer.stderr
-    verdict = json.loads(answer.stdout)
+    verdict = json.loads(answer.stdout.splitlines()[-1])
     assert (verdict["ok"], verdict["facts"]) == (False, {})
     assert "no attribute 'reward'" in verdict["error"]
 

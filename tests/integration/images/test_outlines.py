@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import DiffusionPolicy, ScratchDiffusionPolicy
 from rheostat.models.denoising.families import CLIP_TOKENS, select_conditions, zero_condition
 from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
 from rheostat.models.denoising.policy import inspect_diffusion, inspect_scratch_diffusion, write_scratch_diffusion
+from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes
 from rheostat.models.modeling.checkpointing import checkpoint_denoiser
 from tests.support.processes import preload
 

@@ -13,11 +13,11 @@ import pytest
 from rheostat.infra.processes.heap import heap_variables
 from rheostat.infra.store.shards import ShardRef, write_shard
 from rheostat.infra.store.storage import open_store
-from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.storage import open_store
-from rheostat.models.commands.memory import frozen_bytes, loading_bytes
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.memory import frozen_bytes, loading_bytes
 from rheostat.models.modeling.adapters import outline
 from rheostat.models.modeling.critic import TokenValues, load_critic, write_critic
 from rheostat.models.modeling.logprobs import TokenLogprobs

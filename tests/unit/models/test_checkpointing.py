@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from rheostat.models.commands.memory import MicrobatchSizes, microbatch_bytes
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes
 from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
 from rheostat.models.modeling.layout import lay_out

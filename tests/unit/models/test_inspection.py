@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 from rheostat.infra.demos import DEMOS
 from rheostat.infra.errors import BadInput
 from rheostat.infra.variants import check_implementation
-from rheostat.models.commands.preflight import LOSS, LOSS_NAMED
 from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.engines import TransformersEngine, VllmEngine
 from rheostat.models.config.lora import LoraConfig
@@ -22,6 +21,7 @@ from rheostat.models.data.problems import load_problems
 from rheostat.models.engines.protocol import check_class
 from rheostat.models.inspection.directory import inspect_directory
 from rheostat.models.inspection.plain import DecoderSizes
+from rheostat.models.inspection.training import LOSS, LOSS_NAMED
 from rheostat.models.modeling.adapters import outline
 from rheostat.models.modeling.critic import build_meta_critic
 from rheostat.models.modeling.directory import check_directory, meta_policy

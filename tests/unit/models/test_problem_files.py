@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rheostat.models.commands.sizes import count_problems
 from rheostat.models.config.data import FileData
 from rheostat.models.config.preferences import FilePreferences
 from rheostat.models.config.reward_terms import MathReward, NumericReward
 from rheostat.models.data.preferences import load_preferences
 from rheostat.models.data.problems import Problem, is_heldout, load_problems
 from rheostat.models.gate.contamination import contamination
+from rheostat.models.inspection.problems import count_problems
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.rewards.numerals import read_numeral
 from rheostat.models.rewards.rules import build_reward

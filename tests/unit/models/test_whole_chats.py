@@ -9,7 +9,6 @@ import torch
 from transformers import Lfm2Config, MambaConfig
 
 from rheostat.infra.errors import BadInput
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.config.texts import TextRules
 from rheostat.models.config.training import ChatTraining, WarmupConfig
@@ -18,6 +17,7 @@ from rheostat.models.data.problems import ImagePlace, Message, TemplateArguments
 from rheostat.models.data.training_chats import TrainingChat, load_chats, order_chats
 from rheostat.models.inspection.chats import check_chats
 from rheostat.models.inspection.directory import inspect_scratch
+from rheostat.models.inspection.facts import InputFacts, Inputs
 from rheostat.models.modeling.batching import Sequences, fill_microbatches
 from rheostat.models.modeling.logprobs import TokenLogprobs
 from rheostat.models.modeling.shared_prompts import may_share_prompts, use_attention_kernel
@@ -27,6 +27,7 @@ from rheostat.models.text.training_rows import enforce_chat_length
 from rheostat.models.text.whole_chats import ChatEncoder
 from rheostat.models.training.supervised import imitation_loss
 from rheostat.models.vision.processor import load_processor
+from rheostat.tasks.config.run import RunConfig
 from tests.support.chat_templates import CHATML, FIND, GENERATION, PUBLISHED, SMOLVLM, tokenizer_of, with_template
 from tests.support.data_files import write_lines
 from tests.support.families import FAMILIES, SHAPE, build
@@ -236,7 +237,9 @@ def test_architectures_that_mix_tokens_outside_of_attention_cannot_be_packed(con
     path = write_lines(tmp_path / "chats.jsonl", {"messages": [each.encode() for each in CHAT]})
     warmup = WarmupConfig(chats=ChatTraining(path=path, packing=True))
     with pytest.raises(BadInput, match=r"packing = true is not supported .* Set packing = false"):
-        check_chats(warmup, policy, ArithmeticData(), [], [])
+        facts = InputFacts(Inputs.model_validate_json(RunConfig(warmup=warmup).model_dump_json()))
+        facts.policy = policy
+        check_chats(warmup, facts, "warmup")
 
 
 # ---- images

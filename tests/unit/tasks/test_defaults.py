@@ -4,8 +4,8 @@ import pytest
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.runs import create_run
-from rheostat.models.commands.sizes import check_sizes
 from rheostat.models.config.data import ArithmeticData
+from rheostat.models.inspection.problems import check_sizes
 from rheostat.tasks.run.preflight import unset_keys, with_data_sized_defaults, with_recorded_defaults
 from tests.support.configurations import accepted
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rheostat.models.commands.memory import MicrobatchSizes, frozen_bytes, loading_bytes, peak_bytes
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.inspection.memory import MicrobatchSizes, frozen_bytes, loading_bytes, peak_bytes
 from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.placement.roofline import ADAM_BYTES, Accelerator
 from rheostat.tasks.views.estimate import estimate, list_loading_notes, loading_excess

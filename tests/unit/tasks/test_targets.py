@@ -16,10 +16,13 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import BundleRef
 from rheostat.infra.variants import Variant, check_implementation
 from rheostat.models.algorithms.advantages import check_algorithm, token_advantages
+from rheostat.models.commands.preflight import check
 from rheostat.models.config.algorithms import Algorithm, Grpo
+from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.engines import EngineSettings, SamplingConfig
 from rheostat.models.data.problems import load_problems
 from rheostat.models.engines.protocol import Request, build_engine, check_implemented
+from rheostat.models.inspection.facts import Inputs
 from rheostat.models.objectives.losses import policy_loss
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.records.versions import ModelVersion
@@ -89,6 +92,18 @@ class Loose(PolicyLoss):
     implementation = "my_faults:loose"
 
 def loose(logprobs, old):
+    return None
+
+class Staged(DataSource):
+    implementation = "my_data:sums"
+    checks = {"polcy": "my_faults:check"}
+
+class Unchecked(DataSource):
+    implementation = "my_data:sums"
+    checks = {"settings": "my_faults:check"}
+    largest: int = 20
+
+def check(data):
     return None
 """
 
@@ -240,3 +255,36 @@ def test_built_in_classes_name_their_implementation_like_classes_of_users():
 def test_the_former_name_of_a_label_still_works_with_a_warning():
     with pytest.warns(FutureWarning, match="known_as is deprecated .* Use label"):
         assert Grpo().known_as == "grpo"
+
+
+# ---- checks that the classes bring
+def check_mine(folder: Path, *overrides: str, cache: Path | None = None, parts: list[str] | None = None) -> CheckResult:
+    inputs = Inputs.model_validate_json(read(folder, *overrides).model_dump_json())
+    return check(inputs, cache=cache, report=(parts if parts is not None else []).append)
+
+
+def test_the_check_of_a_users_class_runs_with_the_checks_of_its_base_class(folder, tmp_path):
+    parts: list[str] = []
+    result = check_mine(folder, "evaluation.problems=8", cache=tmp_path / "checks", parts=parts)
+    assert result.facts["longest_sum_tokens"] > 0
+    assert result.facts["train_problems"] > 0, "the base class counts the problems"
+    assert f"The longest sum has {result.facts['longest_sum_tokens']:.0f} tokens." in result.notes
+    assert parts.count("data") == 4, "once for each stage of the base class, and once for its own"
+    assert not (tmp_path / "checks").exists(), "the code of the check is no part of the key of the cache"
+
+
+def test_the_check_of_a_users_class_refuses_a_job(folder):
+    with pytest.raises(BadInput, match=r"data: the longest sum has \d+ tokens, but options.max_tokens is 1"):
+        check_mine(folder, "data.options.max_tokens=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Staged", r"my_faults:Staged: checks has the key 'polcy', which is no stage, did you mean 'policy'\?"),
+        ("Unchecked", r"data: check 'my_faults:check' is called with the arguments \(part, facts, where\)"),
+    ],
+)
+def test_a_check_that_cannot_be_called_is_refused(folder, name, message):
+    with pytest.raises(BadInput, match=message):
+        check_mine(folder, f"data.target=my_faults:{name}", "data.options=")

@@ -1,0 +1,94 @@
+"""Checks of the models that a run trains or trains with: the policy, the critic and the teacher, and the memory of the
+update ranks."""
+
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.variants import check_implementation
+from rheostat.models.algorithms import advantages
+from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.attention import check_attention
+from rheostat.models.config.checks import CheckResult
+from rheostat.models.config.denoising import DenoisingConfig
+from rheostat.models.config.objectives import PolicyLoss, UpdateConfig
+from rheostat.models.config.policy import PolicySource
+from rheostat.models.config.teachers import Teacher
+from rheostat.models.inspection.facts import InputFacts
+from rheostat.models.inspection.images import check_teacher_images
+from rheostat.models.inspection.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
+
+LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
+"""Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
+ones."""
+
+
+def check_algorithm(algorithm: Algorithm, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if a function that implements the algorithm cannot be imported or called."""
+    advantages.check_algorithm(algorithm)
+
+
+def check_loss(loss: PolicyLoss, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if the function of a user's loss cannot be imported or called. Importing our own takes seconds."""
+    if not loss.ships_with("models"):
+        check_implementation(loss, *LOSS, where=where, named=LOSS_NAMED)
+
+
+def check_policy(policy: PolicySource, facts: InputFacts, where: str) -> CheckResult:
+    """Check that the settings of the update and of the rollout fit the policy, and return the policy's sizes."""
+    inputs, found = facts.inputs, facts.policy
+    shape, new_tokens = found.shape, inputs.rollout.sampling.max_new_tokens
+    inputs.update.check_model(shape)
+    shape.check_slices(inputs.update.sequence_parallel, what="the policy")
+    check_attention(inputs.update.attention, found.outline, shape)
+    if new_tokens >= shape.context:
+        key = f"rollout.sampling.max_new_tokens is {new_tokens}"
+        raise BadInput(f"{key}, but the policy's context is {shape.context_text}, so no prompt fits. Lower the key.")
+    return CheckResult(facts=found.sizes())
+
+
+def check_denoising(denoising: DenoisingConfig, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if the policy cannot generate images with these settings, or if a prompt is too long for it."""
+    assert facts.image_tokens, "training processes tokens for each image"
+
+
+def check_memory(update: UpdateConfig, facts: InputFacts, where: str) -> CheckResult:
+    """Return the bytes that each rank needs for training the policy, for its reference model and for the largest
+    micro-batch, by purpose. Raises BadInput if the configured activation checkpointing is impossible."""
+    rollout, algorithm, ranks = facts.inputs.rollout, facts.inputs.algorithm, facts.inputs.pools.update_ranks
+    model = facts.policy.outline.guided(1 if rollout.denoising is None else rollout.denoising.guidance)
+    if update.activation_checkpointing and not model.recomputes:
+        raise BadInput(
+            f"update.activation_checkpointing is set, but transformers cannot recompute the layers of {model.kind}. "
+            "Remove the key, and lower update.microbatch_tokens to save memory."
+        )
+    longest = facts.image_tokens or max(facts.longest_tokens, int(facts.numbers.get("longest_chat_tokens", 0)))
+    completions = rollout.prompts * rollout.group_size
+    sizes = MicrobatchSizes.compute(update, longest=longest, completions=completions, ranks=ranks)
+    compared = update.kl_penalty is not None or advantages.required_models(algorithm).reference
+    return CheckResult(facts=peak_bytes(update, model, sizes, ranks=ranks, has_reference=compared))
+
+
+def check_critic(algorithm: Algorithm, facts: InputFacts, where: str) -> CheckResult | None:
+    """Check that the critic fits the policy, and return its size. It is trained next to the policy in the same way."""
+    from rheostat.models.inspection.other_models import inspect_critic
+
+    if (value_model := algorithm.value_model) is None:
+        return None
+    update, ranks = facts.inputs.update, facts.inputs.pools.update_ranks
+    source = None if value_model.path is None else fetch_path(value_model.path)
+    slices, longest = update.sequence_parallel, facts.longest_tokens
+    critic = inspect_critic(source, facts.policy, longest_tokens=longest, slices=slices)
+    return CheckResult(facts={"critic_parameters": critic.parameters, **critic_bytes(update, critic, ranks=ranks)})
+
+
+def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResult | None:
+    """Check that the teacher can score the policy's tokens, and return its size."""
+    from rheostat.models.inspection import other_models
+
+    update, ranks = facts.inputs.update, facts.inputs.pools.update_ranks
+    longest, slices = facts.longest_tokens, update.sequence_parallel
+    model = other_models.check_teacher(teacher, facts.tokenizer, longest_tokens=longest, slices=slices)
+    check_teacher_images(teacher, facts.problems, facts.processor, limits=facts.inputs.data.pixels)
+    if model is None:
+        return None
+    sizes = frozen_model_bytes(update, model, name="teacher", ranks=ranks)
+    return CheckResult(facts={"teacher_parameters": model.parameters, **sizes})
