@@ -25,8 +25,8 @@ from rheostat.infra.store.runs import Run, open_run
 from rheostat.infra.user_files import read_text_file
 from rheostat.infra.validation_errors import explain, nearest
 from rheostat.models.algorithms.advantages import required_models
+from rheostat.models.config.conflicts import JobParts, find_conflicts
 from rheostat.models.config.endpoints import MAX_PAUSE_SECONDS
-from rheostat.models.config.job import Job, find_conflicts
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.tasks.config.run import RunConfig, override_config
@@ -132,7 +132,7 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
     the iterations. Yield nothing if the algorithm can be used."""
     # There is no update, so its settings are irrelevant.
     yield from find_conflicts(
-        Job(
+        JobParts(
             algorithm=terms.algorithm,
             update=UpdateConfig(),
             rollout=config.rollout,

@@ -19,7 +19,7 @@ from rheostat.infra.errors import BadInput, EndpointDown
 from rheostat.infra.runner import die_with_parent
 from rheostat.models.commands.preflight_cache import build_key, checks_directory, find_or_compute
 from rheostat.models.config.checks import CheckResult, Stage, find_checks, load_check
-from rheostat.models.config.job import slot_engines
+from rheostat.models.config.conflicts import slot_engines
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.rollout import RolloutConfig
 from rheostat.models.inspection.facts import InputFacts, Inputs

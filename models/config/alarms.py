@@ -10,7 +10,7 @@ from pydantic import Field
 from rheostat.infra.config import Positive, Settings
 from rheostat.infra.renamed import RenamedFrom, RenamedValue
 from rheostat.infra.validation_errors import nearest
-from rheostat.models.config.job import Job
+from rheostat.models.config.conflicts import JobParts
 
 Measured = Callable[[int], Mapping[str, float]]
 """Function that takes the number of an iteration and returns the metrics stored when the iteration was committed. The
@@ -66,7 +66,7 @@ class Alarm(Settings):
         not, or if metrics are missing. `measured` returns the metrics of an iteration."""
         raise NotImplementedError
 
-    def find_conflicts(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: JobParts) -> Iterator[str]:
         """Yield one message for each reason why this alarm could never be raised in the job, such as a metric that no
         stage records."""
         yield from ()
@@ -171,7 +171,7 @@ class KlDrift(Alarm):
             return None
         return f"the policy is {mean:.3g} nats per token away from the reference, more than {self.bound:g}"
 
-    def find_conflicts(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: JobParts) -> Iterator[str]:
         """Yield a message if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
             yield (
@@ -208,7 +208,7 @@ class MetricAlarm(Alarm):
         of = "" if self.window == 1 else f" in the mean of {_describe_window(self.window)}"
         return f"{self.metric} is {mean:.4g}{of}, {self.side} {self.bound:g}"
 
-    def find_conflicts(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: JobParts) -> Iterator[str]:
         """Yield a message if no stage records this metric. Metrics of user-defined algorithms and losses are not
         checked."""
         metrics = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
@@ -228,7 +228,7 @@ ROUNDING: Final = 1e-9
 by less than this because of rounding."""
 
 
-def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
+def find_alarm_conflicts(alarms: Iterable[Alarm], job: JobParts) -> Iterator[str]:
     """Yield one message for each pair of alarms with the same name, and for each alarm that does not fit the job."""
     names = set[str]()
     for alarm in alarms:

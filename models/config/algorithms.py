@@ -1,7 +1,7 @@
 """Configuration of the algorithms that compute advantages per token from rewards. Torch-free."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,10 +9,8 @@ from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.divergence import AdaptiveKl
+from rheostat.models.config.job import Job
 from rheostat.models.config.teachers import Distillation
-
-if TYPE_CHECKING:
-    from rheostat.models.config.job import Job
 
 
 # ---- what rewards are shaped by
@@ -108,7 +106,7 @@ class Algorithm(Variant):
         that the imported function receives."""
         return {"implementation": ("experience", "algorithm"), "informative": ("scored", "algorithm")}
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this algorithm cannot be combined. Only the first
         message is shown to the user."""
         if self.compares_groups and job.rollout.group_size < 2:
@@ -145,7 +143,7 @@ class Algorithm(Variant):
             )
 
 
-def _find_dynamic_conflicts(job: "Job", *, keep_uninformative: bool) -> Iterator[str]:
+def _find_dynamic_conflicts(job: Job, *, keep_uninformative: bool) -> Iterator[str]:
     if keep_uninformative and job.rollout.dynamic is not None:
         yield (
             "algorithm.keep_uninformative cannot be combined with rollout.dynamic, because dynamic sampling trains "
@@ -197,7 +195,7 @@ class GroupRelative(Algorithm):
         arguments that the imported function receives."""
         return {**super().functions(), "relative": ("rewards_N", "group_N", "num_groups")}
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this algorithm cannot be combined. Reward terms that
         are normalized separately do not support penalties in the reward."""
         yield from super().find_conflicts(job)
@@ -284,7 +282,7 @@ class ReinforcePlusPlusBaseline(Algorithm):
         """Whether groups with equal rewards are trained on too, because `keep_uninformative` or a teacher is set."""
         return self.keep_uninformative or super().keeps_uninformative
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this algorithm cannot be combined."""
         yield from super().find_conflicts(job)
         yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
@@ -340,7 +338,7 @@ class Capo(Algorithm):
     """Whether the total weight of the outcome rewards may be as low as that of the process rewards, or lower. In this
     case a token in a flagged step of a correct answer gets a reward no higher than a token of a wrong answer."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each invalid combination of settings: outcome rewards or step rewards are missing, or
         the weight of the outcome rewards is not larger than that of the step rewards."""
         yield from super().find_conflicts(job)
@@ -375,7 +373,7 @@ class DistillationOnly(Algorithm):
     """Teacher model, and the factor by which its log-prob difference to the policy is multiplied. This product is the
     advantage of a token."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this algorithm cannot be combined."""
         yield from super().find_conflicts(job)
         if self.overlong is not None:

@@ -1,17 +1,12 @@
 """Attention implementations in training, and the requirements of flash attention kernels. Torch-free."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-from rheostat.infra.config import PoolsConfig
 from rheostat.infra.errors import BadInput
 from rheostat.models.config.outline import ModelOutline
 from rheostat.models.config.policy import ModelShape
-
-if TYPE_CHECKING:
-    from rheostat.models.config.objectives import UpdateConfig
 
 Attention = Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"]
 
@@ -39,27 +34,6 @@ FLASH: Final = {
 }
 KERNELS: Final = (VARLEN, *FLASH)
 """Attention implementations that are kernels for rows of different lengths. They need 16-bit numbers and a GPU."""
-
-
-def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
-    """Yield one message for each reason why the flash attention kernel in `update.attention` cannot run. The packages
-    that are installed on a remote Ray cluster are not checked."""
-    if update.attention not in KERNELS:
-        return
-    name = f"update.attention = {update.attention!r}"
-    if update.dtype == "float32":
-        yield (
-            f"{name} cannot be combined with update.dtype = 'float32', because flash kernels need 16-bit numbers. Set "
-            "update.dtype = 'bfloat16', or update.attention = 'sdpa'"
-        )
-    if not pools.gpus_per_update_rank:
-        yield (
-            f"{name} needs a GPU, but update ranks have none. Set pools.gpus_per_update_rank, or "
-            "update.attention = 'sdpa'"
-        )
-    package = FLASH.get(update.attention)
-    if package and pools.ray_address is None and (reason := describe_missing_package(package)) is not None:
-        yield f"{name}: {reason}"
 
 
 def describe_missing_package(package: FlashPackage) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -13,6 +13,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.pools.gpu_layout import GpuLayout
 from rheostat.infra.store.inputs import Program
 from rheostat.infra.variants import OneOf, Target, Variant
+from rheostat.models.config.job import Job, SamplingFacts, UpdateFacts
 from rheostat.models.config.policy import ModelShape
 from rheostat.models.config.vllm_limits import (
     CPU_CACHE_GIB,
@@ -22,10 +23,6 @@ from rheostat.models.config.vllm_limits import (
     check_longrope,
     check_vision_support,
 )
-
-if TYPE_CHECKING:
-    from rheostat.models.config.job import Job
-    from rheostat.models.config.objectives import UpdateConfig
 
 
 def _check_address(url: str) -> str:
@@ -96,7 +93,7 @@ class EngineSettings(Variant):
     generates_images: ClassVar[bool] = False
     """Whether the engine generates images with text-to-image policies. Such an engine cannot generate text."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job that does not work if this engine generates the completions."""
         yield from ()
 
@@ -123,7 +120,7 @@ class EngineSettings(Variant):
     def check_policy(self, shape: ModelShape, name: str) -> None:
         """Raise BadInput if the engine's log-probs of a policy of this shape would differ from the trainer's."""
 
-    def matches_trainer(self, update: "UpdateConfig") -> bool:
+    def matches_trainer(self, update: UpdateFacts) -> bool:
         """Return whether the engine's log-probs equal those of a trainer with the settings `update`, up to rounding."""
         return False
 
@@ -162,7 +159,7 @@ class TransformersEngine(EngineSettings):
             "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,
         }
 
-    def matches_trainer(self, update: "UpdateConfig") -> bool:
+    def matches_trainer(self, update: UpdateFacts) -> bool:
         """Return whether engine and trainer both use float32. In this case they run the same code."""
         return self.dtype == update.dtype == "float32"
 
@@ -222,7 +219,7 @@ class VllmEngine(EngineSettings):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum number of times that a crashed server is restarted during one request to its worker."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting that vLLM does not support, or with which its log-probs differ from the
         trainer's."""
         yield from self._find_sampling_conflicts(job.rollout.sampling)
@@ -244,7 +241,7 @@ class VllmEngine(EngineSettings):
                 "vLLM reports the chosen experts only with prefix caching. Remove rollout.engine.prefix_caching"
             )
 
-    def _find_sampling_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
+    def _find_sampling_conflicts(self, sampling: SamplingFacts) -> Iterator[str]:
         """Yield one message for each sampling setting that vLLM rejects, or with which its log-probs differ from the
         trainer's.
 
@@ -383,7 +380,7 @@ class DiffusersEngine(EngineSettings):
         """Estimate the bytes of the denoiser's weights. The size of the KV cache is 0, because a denoiser has none."""
         return {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype], "rollout_cache_bytes": 0}
 
-    def matches_trainer(self, update: "UpdateConfig") -> bool:
+    def matches_trainer(self, update: UpdateFacts) -> bool:
         """Return whether engine and trainer both use float32. In this case they run the same code."""
         return self.dtype == update.dtype == "float32"
 

@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -16,11 +16,8 @@ from rheostat.infra.store.inputs import DataLocation, ModelLocation, Program
 from rheostat.infra.variants import ImportString, Variant
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.config.file_rules import FileRules
+from rheostat.models.config.job import Job
 from rheostat.models.config.users import UserModelConfig
-
-if TYPE_CHECKING:
-    from rheostat.models.config.job import Job
-
 
 CONNECT_SECONDS: Final = 30.0
 """Time limit in seconds for starting or connecting to a tool server, in addition to the time limit for a turn."""
@@ -86,7 +83,7 @@ class EpisodeSettings(Variant, ABC):
         "per_turn")."""
         return self.history == "per_turn"
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this environment cannot be combined."""
         if self.has_turn_prompts:
             yield from _find_per_turn_conflicts(self, job)
@@ -97,7 +94,7 @@ class EpisodeSettings(Variant, ABC):
             )
 
 
-def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterator[str]:
+def _find_per_turn_conflicts(environment: EpisodeSettings, job: Job) -> Iterator[str]:
     where = "rollout.environment.history = 'per_turn' cannot be combined with"
     if job.rollout.partial is not None:
         yield (
@@ -358,7 +355,7 @@ class DialogueEnvironment(EpisodeSettings):
         """This object itself, because a simulated user replies to the policy's turns."""
         return self
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which a dialogue cannot be combined. An example is partial
         rollout, because a later iteration does not have the messages of the simulated user."""
         yield from super().find_conflicts(job)

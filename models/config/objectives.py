@@ -1,7 +1,7 @@
 """Configuration of the update: policy losses, KL penalties, importance corrections and optimizer steps. Torch-free."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,12 +10,10 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.attention import KERNELS, Attention
 from rheostat.models.config.divergence import Kl, KlPenalty, NoKl
+from rheostat.models.config.job import Job
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.optimizers import AdamW, OptimizerConfig
 from rheostat.models.config.policy import ModelShape
-
-if TYPE_CHECKING:
-    from rheostat.models.config.job import Job
 
 MAX_LOG_RATIO: Final = 20.0
 """Bound to which log-ratios are clipped before exp. e^20 = 4.9e8 is finite, and its product with 0 is 0."""
@@ -77,7 +75,7 @@ class PolicyLoss(Variant):
     aggregation: Aggregation = TokenMean()
     """Method that combines the losses of all tokens into one number."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this loss cannot be combined."""
         yield from ()
 
@@ -98,7 +96,7 @@ class PpoClip(PolicyLoss):
     """Factor c (dual clip, arXiv 1912.09729, eq. 5): the loss of a token with negative advantage is at most c x
     |advantage|. If not set, this loss has no upper bound."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a message if `dual_clip` is not larger than 1 + clip_high."""
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             yield (
@@ -121,7 +119,7 @@ class Gspo(PolicyLoss):
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
     """Distance of the upper bound from 1: sequence ratios above 1 + clip_high are clipped."""
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a message if the old log-probs come from the engine, because its rounding errors exceed the narrow clip
         range."""
         if not job.update.correction.compares_with_trainer:
@@ -153,7 +151,7 @@ class PolicyGradient(PolicyLoss):
 
     kind: Literal["policy_gradient"] = "policy_gradient"
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a message if an iteration has several optimizer steps, because this loss does not correct for earlier
         steps."""
         for name in ("minibatches", "epochs"):

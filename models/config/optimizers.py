@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from rheostat.infra.variants import Variant
-
-if TYPE_CHECKING:
-    from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.job import UpdateFacts
 
 
 class Optimizer(Variant):
@@ -28,7 +26,7 @@ class Optimizer(Variant):
     """Python module that must not be installed, or None. If this module is installed, the optimizer's package uses it
     to load compiled code from the Hugging Face Hub."""
 
-    def find_conflicts(self, update: "UpdateConfig") -> Iterator[str]:
+    def find_conflicts(self, update: UpdateFacts) -> Iterator[str]:
         """Yield one message for each setting of the update that does not work with this optimizer, and for each package
         that is missing or must not be installed."""
         name, max_stage = self.label, self.highest_zero_stage

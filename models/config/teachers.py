@@ -1,7 +1,7 @@
 """Configuration of on-policy distillation: the teacher model and the factor of its log-probs. Torch-free."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,9 +9,7 @@ from rheostat.infra.config import Settings
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import Variant
 from rheostat.models.config.endpoints import Endpoint
-
-if TYPE_CHECKING:
-    from rheostat.models.config.job import Job
+from rheostat.models.config.job import Job
 
 
 class Teacher(Variant):
@@ -32,7 +30,7 @@ class Teacher(Variant):
         """This object if the teacher is behind an HTTP endpoint, else None."""
         return None
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this teacher cannot be combined."""
         yield from ()
 
@@ -66,7 +64,7 @@ class TeacherEndpoint(Endpoint, Teacher):
         """This object itself, because the teacher is behind an HTTP endpoint."""
         return self
 
-    def find_conflicts(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a message if the sampling temperature is not 1, because the endpoint returns log-probs only at
         temperature 1."""
         temperature = job.rollout.sampling.temperature

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from rheostat.infra.config import PoolsConfig
 from rheostat.infra.trackers.config import TrackerConfig
 from rheostat.models.config.algorithms import AlgorithmConfig
+from rheostat.models.config.conflicts import slot_engines
 from rheostat.models.config.data import DataConfig
-from rheostat.models.config.job import slot_engines
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig
 from rheostat.models.config.preferences import PreferencesConfig

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from rheostat.infra.pools.gpu_layout import GpuLayout
+from rheostat.models.config.conflicts import slot_engines
 from rheostat.models.config.engines import BYTES, EngineSettings
-from rheostat.models.config.job import slot_engines
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.tasks.config.run import RunConfig
 

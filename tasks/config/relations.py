@@ -1,7 +1,7 @@
 """Conflicts between the parts of a run's configuration: sizes, names of rewards, worker slots and timeouts.
 
 Each function yields the reasons why parts do not fit together, as messages that name the keys. The conflicts between
-the algorithm, its objectives and its data are in `rheostat.models.config.job`.
+the algorithm, its objectives and its data are in `rheostat.models.config.conflicts`.
 """
 
 from collections.abc import Iterator

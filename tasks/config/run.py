@@ -16,8 +16,13 @@ from rheostat.infra.validation_errors import explain
 from rheostat.models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, find_alarm_conflicts
 from rheostat.models.config.algorithms import AlgorithmConfig, Grpo
 from rheostat.models.config.budget import BudgetConfig
+from rheostat.models.config.conflicts import (
+    JobParts,
+    find_conflicts,
+    find_image_generation_conflicts,
+    find_preference_conflicts,
+)
 from rheostat.models.config.data import ArithmeticData, DataConfig
-from rheostat.models.config.job import Job, find_conflicts, find_image_generation_conflicts, find_preference_conflicts
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig, ScratchPolicy
 from rheostat.models.config.preferences import PreferencesConfig
@@ -186,8 +191,8 @@ class RunConfig(Settings):
             raise ValueError(reason)
         return self
 
-    def _job(self) -> Job:
-        return Job(
+    def _job(self) -> JobParts:
+        return JobParts(
             algorithm=self.algorithm,
             update=self.update,
             rollout=self.rollout,

@@ -33,10 +33,10 @@ from rheostat.infra.store.runs import Run, list_runs, open_run
 from rheostat.infra.store.tombstones import check_not_deleted, check_remembers
 from rheostat.infra.variants import Variant
 from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.conflicts import slot_engines
 from rheostat.models.config.data import DataSource
 from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.file_rules import iterate_data_paths
-from rheostat.models.config.job import slot_engines
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.training import ChatTraining
 from rheostat.models.data.folders import STATE_FILE
