@@ -1,8 +1,12 @@
 """Facts that the input check reports about a job. Refusals are in tests/unit/refusals/models.toml."""
 
+import asyncio
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from string import ascii_letters
@@ -16,6 +20,8 @@ from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.text.tokenizer import scratch_tokenizer
+from rheostat.tasks.config.run import load_config
+from rheostat.tasks.run.preflight import preflight, report_checks
 from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs
 
@@ -51,6 +57,34 @@ def test_the_input_check_prints_the_parts_and_one_line_and_writes_nothing(place)
     assert (verdict["ok"], verdict["error"]) == (True, "")
     assert (verdict["facts"]["train_problems"], verdict["facts"]["heldout_problems"]) == (64, 8)
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.system
+def test_the_names_of_the_parts_are_reported_while_they_are_checked(place):
+    parts: list[str] = []
+    with report_checks(parts.append):
+        result = asyncio.run(preflight(load_config(Path("job.toml")), part="plan"))
+    assert parts.index("scoring") < parts.index("policy") and {"data", "algorithm", "rollout.engine"} <= {*parts}
+    assert result.facts == check_job()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("options", "is_shown"), [([], True), (["--json"], False)])
+def test_the_plan_names_the_part_that_is_checked_on_a_terminal_but_not_with_json(place, options, is_shown):
+    terminal, error_stream = pty.openpty()
+    command = [sys.executable, "-m", "rheostat", "plan", "job.toml", *options]
+    environment = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error_stream, env=environment) as planning:
+        os.close(error_stream)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while chunk := os.read(terminal, 4096):
+                shown += chunk
+        output, _ = planning.communicate(timeout=60)
+    os.close(terminal)
+    assert planning.returncode == 0
+    assert (b"checking the inputs: data" in shown) == is_shown
+    assert b"checking" not in output
 
 
 @pytest.mark.smoke
