@@ -14,7 +14,6 @@ BOUNDED = {
     "tasks/run/preflight.py: checking.result": "is done",
     "models/engines/vllm/servers.py: future.result": "the executor's end has waited, each request has a limit",
     "models/engines/vllm/plugin/rheostat_completions.py: lines.get": "in vLLM, whose owner watches its progress",
-    "models/engines/vllm/plugin/rheostat_completions.py: collector.get": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_http.py: asyncio.wait": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_http.py: sending.result": "is done",
     "models/text/chats.py: process.communicate": "is killed, or has ended its answers and is limited in CPU time",

@@ -111,7 +111,7 @@ def store_seeds(body):
         states = SamplingStates(max_num_reqs=len(work.requests), vocab_size=300)
         for row, one in enumerate(work.requests):
             try:
-                states.add_request(row, _parameters(one, work.sampling))
+                states.add_request(row, _parameters("", one, work.sampling))
                 seeds.append(int(states.seeds.np[row]))
             except OverflowError as error:
                 seeds.append(str(error))

@@ -8,56 +8,53 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
+from typing import TypeVar
 
-from rheostat_experts import NOTED
+from rheostat_experts import RECORDED_AS
 from rheostat_images import render
 from rheostat_requests import CompletionRequest, Prompt, Questions, Refused, Sampling, Work
 from rheostat_serving import Serving
+from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.outputs import CompletionOutput
-from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind
+
+T = TypeVar("T")
+Outputs = AsyncIterator[RequestOutput]
 
 CHUNK_TOKENS = 32
-_names = count()
+_numbers = count()
 
 
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     """Generate completions, and yield JSON lines with their next tokens, followed by a line with sums over decoding
     steps. Raises Refused if the server serves another policy or vLLM refuses a request."""
     serving.require(work.digest)
+    names = [_next_name() for _ in work.requests]
     needs_experts = any(one.experts for one in work.requests)
     if needs_experts:
         await serving.experts.begin()
     lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-    collectors: list[RequestOutputCollector] = []
-    tasks: list[asyncio.Task[None]] = []
-    serving.steps.begin(len(work.requests))
     try:
-        collectors = await _admit(serving, ((one.prompt, _parameters(one, work.sampling)) for one in work.requests))
-        tasks = [
-            asyncio.create_task(_follow(serving, one, collector, digest=work.digest, lines=lines))
-            for one, collector in zip(work.requests, collectors, strict=True)
-        ]
-        ended = asyncio.ensure_future(_end(tasks, lines))
-        while (line := await lines.get()) is not None:
-            parts = [line]
-            while not lines.empty() and (line := lines.get_nowait()) is not None:
-                parts.append(line)
-            yield b"".join(parts)
-            if line is None:
-                break
-        await ended
-        yield _line({"done": True, **serving.steps.sums()})
+        async with _open_tasks(serving, len(names)) as tasks:
+            for name, one in zip(names, work.requests, strict=True):
+                outputs = await _submit(serving, name, one.prompt, _parameters(name, one, work.sampling))
+                tasks.append(asyncio.create_task(_follow(serving, name, one, outputs, digest=work.digest, lines=lines)))
+            ended = asyncio.ensure_future(_end(tasks, lines))
+            while (line := await lines.get()) is not None:
+                parts = [line]
+                while not lines.empty() and (line := lines.get_nowait()) is not None:
+                    parts.append(line)
+                yield b"".join(parts)
+                if line is None:
+                    break
+            await ended
+            yield _line({"done": True, **serving.steps.sums()})
     finally:
-        for task in tasks:
-            task.cancel()
-        serving.steps.end(len(work.requests))
-        await _abandon(serving, [c for c, task in zip(collectors, tasks, strict=True) if not _finished(task)])
         if needs_experts:
-            await serving.experts.forget([collector.request_id for collector in collectors])
+            await serving.experts.forget(names)
 
 
 async def _end(tasks: list[asyncio.Task[None]], lines: asyncio.Queue[bytes | None]) -> None:
@@ -65,10 +62,6 @@ async def _end(tasks: list[asyncio.Task[None]], lines: asyncio.Queue[bytes | Non
         await asyncio.gather(*tasks)
     finally:
         lines.put_nowait(None)
-
-
-def _finished(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def likelihoods(serving: Serving, questions: Questions) -> str:
@@ -90,22 +83,14 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
         for stem, tokens in ((stem, sorted(following)) for stem, following in followers.items())
         for start in range(0, len(tokens), MAX_LOGPROB_TOKEN_IDS)
     ]
-    collectors: list[RequestOutputCollector] = []
     logprobs: dict[tuple[int, tuple[int, ...], int], float] = {}
-    serving.steps.begin(len(queries))
-    try:
-        banned = questions.banned
-        prompts = ((questions.prompts[row].append_completion([*stem]), tokens) for row, stem, tokens in queries)
-        collectors = await _admit(serving, ((prompt, _scoring(tokens, banned)) for prompt, tokens in prompts))
-        for (row, stem, tokens), collector in zip(queries, collectors, strict=True):
-            completion = (await collector.get()).outputs[0]
-            _require_version(completion, questions.digest)
-            token_logprobs = completion.logprobs
-            by_token = dict(zip(token_logprobs.token_ids[1:], token_logprobs.logprobs[1:], strict=True))
-            logprobs |= {(row, stem, token): by_token[token] for token in tokens}
-    finally:
-        serving.steps.end(len(queries))
-        await _abandon(serving, collectors)
+    async with _open_tasks(serving, len(queries)) as tasks:
+        for row, stem, tokens in queries:
+            prompt = questions.prompts[row].append_completion([*stem])
+            outputs = await _submit(serving, _next_name(), prompt, _scoring(tokens, questions.banned))
+            tasks.append(asyncio.create_task(_score(outputs, tokens, digest=questions.digest)))
+        for (row, stem, _), by_token in zip(queries, await asyncio.gather(*tasks), strict=True):
+            logprobs |= {(row, stem, token): logprob for token, logprob in by_token.items()}
     return _base64(
         array(
             "d",
@@ -118,7 +103,26 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     )
 
 
-def _parameters(one: CompletionRequest, sampling: Sampling) -> SamplingParams:
+def _next_name() -> str:
+    return f"rheostat-{next(_numbers)}"
+
+
+@contextmanager
+def _convert_refusals() -> Iterator[None]:
+    """Raise Refused, with a message of one line, if vLLM refuses a request in the block."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error  # while it generates, vLLM wraps errors of other classes than its own
+        if not isinstance(cause, VLLMClientError | ValueError | TypeError):
+            raise
+        raise Refused(" ".join(str(cause).split())) from error
+
+
+@_convert_refusals()
+def _parameters(name: str, one: CompletionRequest, sampling: Sampling) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -135,11 +139,12 @@ def _parameters(one: CompletionRequest, sampling: Sampling) -> SamplingParams:
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=CHUNK_TOKENS,
-        extra_args={NOTED: True} if one.experts else None,
+        extra_args={RECORDED_AS: name} if one.experts else None,
         skip_clone=True,
     )
 
 
+@_convert_refusals()
 def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
     return SamplingParams(
         temperature=1.0,
@@ -159,50 +164,69 @@ def _build_ban(tokens: list[int]) -> dict[int, float] | None:
     return dict.fromkeys(tokens, -math.inf) or None
 
 
-async def _admit(serving: Serving, prompts: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
-    """Pass the requests to vLLM's engine and return a collector of each request's output. Raises Refused if vLLM
-    refuses one of them. The other requests are then aborted."""
-    longest = serving.engine.model_config.max_model_len
-    collectors: list[RequestOutputCollector] = []
+@asynccontextmanager
+async def _open_tasks(serving: Serving, num_requests: int) -> AsyncGenerator[list[asyncio.Task[T]]]:
+    """Yield a list for tasks that read the outputs of requests. Tasks that are unfinished after the block are
+    cancelled, and vLLM aborts their requests. `num_requests` is the number of requests that the block submits."""
+    tasks: list[asyncio.Task[T]] = []
+    serving.steps.begin(num_requests)
     try:
-        for prompt, parameters in prompts:
-            if len(prompt.tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would shorten the completion
-                raise ValueError(
-                    f"the prompt has {len(prompt.tokens)} tokens and max_tokens is {parameters.max_tokens}, but "
-                    f"together they exceed the server's max_model_len, which is {longest}"
-                )
-            engine_input = await render(serving.engine, prompt)
-            name = f"rheostat-{next(_names)}"
-            collectors.append(
-                await serving.engine.add_request(name, engine_input, parameters, lora_request=serving.adapter)
-            )
-    except (Refused, VLLMClientError, ValueError, TypeError) as error:
-        await _abandon(serving, collectors)
-        await serving.engine.reset_mm_cache()  # the engine never received the images rendered for the other requests
-        raise error if isinstance(error, Refused) else Refused(" ".join(str(error).split())) from error
-    return collectors
+        yield tasks
+    except Refused:
+        await serving.engine.reset_mm_cache()  # the engine may not have received the images of every request
+        raise
+    finally:
+        serving.steps.end(num_requests)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _abandon(serving: Serving, collectors: list[RequestOutputCollector]) -> None:
-    if collectors:
-        await serving.engine.abort([collector.request_id for collector in collectors], internal=True)
+async def _submit(serving: Serving, name: str, prompt: Prompt, parameters: SamplingParams) -> Outputs:
+    """Render the input of a request, and return an iterator over the request's outputs. The request is passed to vLLM's
+    engine when the iteration begins. Raises Refused if the input cannot be rendered or the sequence would be too
+    long. The iterator raises Refused if vLLM refuses the request."""
+    longest, max_tokens = serving.engine.model_config.max_model_len, parameters.max_tokens or 0
+    if len(prompt.tokens) + max_tokens > longest:  # vLLM would shorten the completion
+        raise Refused(
+            f"the prompt has {len(prompt.tokens)} tokens and max_tokens is {max_tokens}, but together they exceed the "
+            f"server's max_model_len, which is {longest}"
+        )
+    with _convert_refusals():
+        engine_input = await render(serving.engine, prompt)
+    return _iterate(serving.engine.generate(engine_input, parameters, name, lora_request=serving.adapter))
+
+
+async def _iterate(outputs: Outputs) -> Outputs:
+    with _convert_refusals():
+        async for output in outputs:
+            yield output
+
+
+async def _score(outputs: Outputs, tokens: list[int], *, digest: str) -> dict[int, float]:
+    """Return the log-probs of the tokens that may follow a prompt, from the outputs of the prompt's request."""
+    [completion] = [completion async for output in outputs for completion in output.outputs]
+    _require_version(completion, digest)
+    computed = completion.logprobs
+    by_token = dict(zip(computed.token_ids[1:], computed.logprobs[1:], strict=True))
+    return {token: by_token[token] for token in tokens}
 
 
 async def _follow(
     serving: Serving,
+    name: str,
     one: CompletionRequest,
-    collector: RequestOutputCollector,
+    outputs: Outputs,
     *,
     digest: str,
     lines: asyncio.Queue[bytes | None],
 ) -> None:
-    finish, num_generated = None, 0
-    while finish is None:
-        output = await collector.get()
+    num_generated = 0
+    async for output in outputs:
         completion = output.outputs[0]
-        finish, num_generated = completion.finish_reason, num_generated + len(completion.token_ids)
+        num_generated += len(completion.token_ids)
         extra: dict[str, object] = {}
-        if finish is not None:
+        if completion.finish_reason is not None:
             try:
                 _require_version(completion, digest)
             except Refused as refused:
@@ -210,14 +234,14 @@ async def _follow(
                 return
             if one.experts and num_generated:  # for all tokens except the last, which was never an input
                 num_read = len(one.prompt.tokens) + num_generated - 1
-                extra["experts"] = await serving.experts.read(collector.request_id, completion, num_read)
+                extra["experts"] = await serving.experts.read(name, completion, num_read)
         lines.put_nowait(
             _line(
                 {
                     "id": one.name,
                     "tokens": _base64(array("i", completion.token_ids)),
                     "logprobs": _base64(array("f", completion.logprobs.logprobs)),
-                    "finish": finish,
+                    "finish": completion.finish_reason,
                     **extra,
                 }
             )

@@ -12,79 +12,59 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from rheostat_internals import ComputedTokens, capture_experts, expert_layers, observe_forward_passes
 from rheostat_requests import Refused
-from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.outputs import CompletionOutput
+from torch import Tensor
+from vllm import AsyncLLMEngine, CompletionOutput
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
-NOTED = "rheostat_experts"
+RECORDED_AS = "rheostat_experts"
 """Key in the extra arguments of a vLLM request. If it is set, the worker records the experts chosen for the request's
-tokens."""
+tokens under the value of this key."""
 MAX_EXPERTS_IN_8_BITS = 256
-
-
-def expert_layers(model: nn.Module) -> list[MoERunner]:
-    """Return the mixture-of-experts layers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
 class ExpertRecorder:
     """Recorder, in a vLLM worker on a CPU, of the experts chosen for all tokens of the open requests. vLLM's prefix
     cache is off, so every token of a request is computed, and computed again after a preemption."""
 
-    def __init__(self, runner: "CPUModelRunner") -> None:
-        self._runner = runner
-        self._dtype = _dtype_of(runner.model_config.get_num_experts())
-        self._rows_TF: dict[str, np.ndarray] = {}
+    def __init__(self, worker: "WorkerBase") -> None:
+        config = worker.vllm_config.model_config
+        self._dtype, self._max_tokens = _dtype_of(config.get_num_experts()), config.max_model_len
+        self._rows_TF: dict[object, np.ndarray] = {}
         self._chosen_LK: dict[int, Tensor] = {}
-        for number, layer in enumerate(expert_layers(runner.get_model())):
-            layer.router.set_capture_fn(partial(self._chosen_LK.__setitem__, number))
-        execute = runner.execute_model
+        for number, layer in enumerate(expert_layers(worker.get_model())):
+            capture_experts(layer, partial(self._chosen_LK.__setitem__, number))
+        observe_forward_passes(worker, self._record)
 
-        def execute_and_note(step: SchedulerOutput, *rest: object) -> ModelRunnerOutput | None:
-            said = execute(step, *rest)
-            self._note(step.num_scheduled_tokens)
-            return said
-
-        runner.execute_model = execute_and_note
-
-    def pop(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
+    def pop(self, num_tokens_by_name: dict[str, int]) -> list[bytes]:
         """Return the experts of the first tokens of each request, and free everything recorded for the request.
-        `num_tokens_by_request` maps request IDs to numbers of tokens."""
-        rows = [(self._rows_TF.pop(request, None), tokens) for request, tokens in num_tokens_by_request.items()]
+        `num_tokens_by_name` maps the names under which requests are recorded to numbers of tokens."""
+        rows = [(self._rows_TF.pop(name, None), tokens) for name, tokens in num_tokens_by_name.items()]
         return [b"" if rows_TF is None else rows_TF[:tokens].tobytes() for rows_TF, tokens in rows]
 
-    def _note(self, scheduled: dict[str, int]) -> None:
-        """Record the experts of a forward pass. `scheduled` maps each request ID to its number of tokens in the
-        pass."""
-        if not any(map(self._is_wanted, scheduled)):
+    def _record(self, computed: list[ComputedTokens]) -> None:
+        """Record the experts of a forward pass."""
+        if not any(RECORDED_AS in each.extra_args for each in computed):
             return
         chosen_LF = torch.cat([each for _, each in sorted(self._chosen_LK.items())], dim=1).numpy()
-        batch, begin = self._runner.input_batch, 0
-        for request, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
-            end = begin + scheduled[request]
-            if self._is_wanted(request):
-                if request not in self._rows_TF:  # the system allocates memory only where it is written
-                    self._rows_TF[request] = np.empty((batch.max_model_len, chosen_LF.shape[1]), self._dtype)
-                self._rows_TF[request][computed : computed + end - begin] = chosen_LF[begin:end]
-            begin = end
-
-    def _is_wanted(self, request: str) -> bool:
-        parameters = self._runner.requests[request].sampling_params
-        return NOTED in (parameters.extra_args or {})
+        start = 0
+        for each in computed:
+            end, name = start + each.num_tokens, each.extra_args.get(RECORDED_AS)
+            if name is not None:
+                if name not in self._rows_TF:  # the system allocates memory only where it is written
+                    self._rows_TF[name] = np.empty((self._max_tokens, chosen_LF.shape[1]), self._dtype)
+                self._rows_TF[name][each.begin : each.begin + each.num_tokens] = chosen_LF[start:end]
+            start = end
 
 
 class RecordedExperts:
     """Reader of the experts recorded for finished requests, used by the server's HTTP middleware."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLMEngine) -> None:
         self._engine = engine
         config = engine.vllm_config
         self._by_vllm = config.aux_output_config.enabled
@@ -110,21 +90,21 @@ class RecordedExperts:
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_note_experts")
 
-    async def read(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
+    async def read(self, name: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
         """Return the experts of the first `num_tokens` tokens of a finished request, as fields for the JSON
         response."""
         layers = await self.find_layers()
         if self._by_vllm:
             data = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
         else:
-            [[data], *_] = await self._engine.collective_rpc("rheostat_take_experts", args=({request: num_tokens},))
+            [[data], *_] = await self._engine.collective_rpc("rheostat_take_experts", args=({name: num_tokens},))
         width = len(layers) * self._experts
         return {"rows": base64.b64encode(data).decode(), "width": width, "dtype": self._dtype}
 
-    async def forget(self, requests: list[str]) -> None:
+    async def forget(self, names: list[str]) -> None:
         """Free the recorded experts of requests that are finished or were aborted."""
         if self._by_worker:
-            await self._engine.collective_rpc("rheostat_take_experts", args=(dict.fromkeys(requests, 0),))
+            await self._engine.collective_rpc("rheostat_take_experts", args=(dict.fromkeys(names, 0),))
 
 
 def _dtype_of(num_experts: int) -> str:

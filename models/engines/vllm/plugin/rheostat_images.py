@@ -10,9 +10,8 @@ from types import ModuleType
 from blake3 import blake3
 from PIL import Image
 from rheostat_requests import Picture, Prompt, Refused
-from vllm.inputs import TokensInput, TokensPrompt, tokens_input
-from vllm.inputs.engine import MultiModalInput
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm import AsyncLLMEngine
+from vllm.inputs import EngineInput, TokensPrompt, tokens_input
 
 KEPT = 64
 """Number of decoded images that are cached, so that the completions of one prompt decode its images only once."""
@@ -34,7 +33,7 @@ def _load_decoder() -> ModuleType:
 decoder = _load_decoder()
 
 
-async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalInput:
+async def render(engine: AsyncLLMEngine, prompt: Prompt) -> EngineInput:
     """Convert a prompt to the input of vLLM's engine. Raises Refused if an image file cannot be read or does not match
     its digest, or if vLLM replaces the images by other tokens than the prompt contains."""
     if not prompt.images:

@@ -5,15 +5,15 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from blake3 import blake3
 from rheostat_experts import RecordedExperts
 from rheostat_requests import Refused
 from rheostat_steps import Steps
 from transformers import AutoConfig
+from vllm import AsyncLLMEngine
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import PauseMode
-from vllm.v1.engine.async_llm import AsyncLLM
 
 CONTENTS = "bundle.json"
 HEAD = "lm_head.weight"
@@ -36,7 +36,7 @@ class Serving:
     """State of one vLLM server: the policy that it serves, and the methods that load, verify and unload policies.
     Weights change only while a lock is held. During that time `digest` is empty."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLMEngine) -> None:
         self.engine = engine
         self.digest = ""
         self.adapter: LoRARequest | None = None
@@ -114,7 +114,7 @@ class Serving:
             self.digest = self._loaded
             return {"digest": self.digest, "bytes": num_bytes, "seconds": time.perf_counter() - start}
 
-    async def _take(self, weights: Bundle, adapter: Bundle | None, *, mode: PauseMode) -> int:
+    async def _take(self, weights: Bundle, adapter: Bundle | None, *, mode: Literal["wait", "abort"]) -> int:
         digest = weights.digest
         if adapter is not None:
             digest = blake3(f"{weights.digest}+{adapter.digest}".encode()).hexdigest()

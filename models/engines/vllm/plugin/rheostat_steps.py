@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.async_llm import AsyncLLM
+from rheostat_internals import EngineStep, observe_steps
+from vllm import AsyncLLMEngine
 
 BREATH_SECONDS = 0.05
 """Seconds between two pauses in which other asyncio tasks run. Output lines that were collected since the last pause
@@ -18,12 +18,10 @@ class Steps:
     """Sums over the decoding steps of this server, from which the duration of a step is estimated as a function of the
     batch size.
 
-    A step that begins a completion is a prefill and is not counted, unless the completion has only one token. vLLM's
-    own statistics contain the same numbers, but gathering them for every token costs more than everything else around
-    the engine.
+    A step that begins a completion is a prefill and is not counted, unless the completion has only one token.
     """
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLMEngine) -> None:
         self._steps = 0
         self._sequences = 0
         self._sequences_squared = 0
@@ -32,16 +30,7 @@ class Steps:
         self._under_way = 0
         self._last = 0.0
         self._breathed = 0.0
-        core = engine.engine_core
-        take = core.get_output_async
-
-        async def take_and_count() -> EngineCoreOutputs:
-            outputs: EngineCoreOutputs = await take()
-            self._count(outputs)
-            await self._yield_to_others()
-            return outputs
-
-        core.get_output_async = take_and_count
+        observe_steps(engine, self._observe)
 
     def begin(self, completions: int) -> None:
         """Register `completions` new completions, whose decoding steps are then measured. If no completion was
@@ -64,9 +53,11 @@ class Steps:
             "sequence_seconds": self._sequence_seconds,
         }
 
-    async def _yield_to_others(self) -> None:
-        """Let other asyncio tasks run from time to time. While outputs queue up, vLLM's loop over them would never let
-        them run."""
+    async def _observe(self, step: EngineStep | None) -> None:
+        """Count a step, and let other asyncio tasks run from time to time. While outputs queue up, vLLM's loop over
+        them would never let them run."""
+        if step is not None:
+            self._count(step)
         now = time.monotonic()
         if now - self._breathed < BREATH_SECONDS:
             return
@@ -74,18 +65,13 @@ class Steps:
             await asyncio.sleep(0)
         self._breathed = time.monotonic()
 
-    def _count(self, outputs: EngineCoreOutputs) -> None:
-        if not outputs.outputs:
+    def _count(self, step: EngineStep) -> None:
+        seconds, self._last = step.timestamp - self._last, step.timestamp
+        if not self._under_way or step.has_prefill:  # without completions, the request came through vLLM's own routes
             return
-        seconds, self._last = outputs.timestamp - self._last, outputs.timestamp
-        if not self._under_way:
-            return  # the request came through one of vLLM's own routes
-        if any(output.prefill_stats is not None and output.finish_reason is None for output in outputs.outputs):
-            return
-        sequences = sum(1 for output in outputs.outputs if output.new_token_ids)
-        if sequences and seconds > 0:
+        if step.num_sequences and seconds > 0:
             self._steps += 1
-            self._sequences += sequences
-            self._sequences_squared += sequences**2
+            self._sequences += step.num_sequences
+            self._sequences_squared += step.num_sequences**2
             self._seconds += seconds
-            self._sequence_seconds += sequences * seconds
+            self._sequence_seconds += step.num_sequences * seconds

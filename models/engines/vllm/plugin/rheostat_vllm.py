@@ -14,6 +14,7 @@ import transformers
 import vllm
 from rheostat_completions import generate, likelihoods
 from rheostat_http import Message, Receive, Send, answer_errors, read_body, refuse_stranger, reply, stream
+from rheostat_internals import get_engine
 from rheostat_requests import read_load, read_questions, read_work
 from rheostat_serving import Serving
 from rheostat_weights import Weights
@@ -58,7 +59,7 @@ class Gateway:
         elif not self._knows_key(scope):
             await refuse_stranger(scope["type"], send)
         elif route := self._routes.get((str(method), str(path))):
-            self._serving = self._serving or Serving(scope["app"].state.engine_client)  # type: ignore[attr-defined]
+            self._serving = self._serving or Serving(get_engine(scope))
             await answer_errors(partial(route, receive), send)
         elif method in ("GET", "HEAD") or (self._serving is not None and await self._serving.wait_for_load()):
             await self._app(scope, receive, send)
