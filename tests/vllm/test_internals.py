@@ -24,6 +24,8 @@ UNDOCUMENTED = {
         "vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
         "vllm.v1.engine:EngineCoreOutputs.outputs",
         "vllm.v1.engine:EngineCoreOutputs.timestamp",
+    ],
+    "count_sequences": [
         "vllm.v1.engine:EngineCoreOutput.finish_reason",
         "vllm.v1.engine:EngineCoreOutput.new_token_ids",
         "vllm.v1.engine:EngineCoreOutput.prefill_stats",

@@ -101,9 +101,9 @@ def read(settings, name):
 def store_seeds(body):
     """Return the seeds that the V2 model runner stores for a request of Rheostat's client, or why it refuses them."""
     from rheostat_completions import _parameters
-    from rheostat_requests import read_work
+    from rheostat_requests import Work, read_request
 
-    work, seeds = read_work(body.encode()), []
+    work, seeds = read_request(Work, body.encode()), []
     with (
         patch.object(buffer_utils, "is_uva_available", lambda: False),  # memory that CPU and GPU share
         patch.object(H100, "device_type", "cpu"),

@@ -1,7 +1,5 @@
 """The server's components, with routes that change parameters without notice and that count recorded experts."""
 
-import json
-
 import torch
 from rheostat_vllm import Gateway, Weights
 
@@ -12,13 +10,13 @@ class MeddlingGateway(Gateway):
         self._routes[("POST", "/rheostat/meddle")] = self._meddle
         self._routes[("GET", "/rheostat/noted")] = self._noted
 
-    async def _meddle(self, receive, send):
-        which = json.loads((await receive())["body"])["which"]
+    async def _meddle(self, request, send):
+        which = (await request.json())["which"]
         await self._served.engine.collective_rpc("rheostat_meddle", args=(which,))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _noted(self, receive, send):
+    async def _noted(self, request, send):
         [noted] = await self._served.engine.collective_rpc("rheostat_count_noted")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"%d" % noted})

@@ -1,10 +1,11 @@
-"""Helpers for plain ASGI: read a body, reply with JSON, and stream lines until the end or a disconnect."""
+"""Helpers for ASGI: reply with JSON, report errors, and stream lines until the end or a disconnect."""
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 
 from rheostat_requests import Refused
+from starlette.requests import ClientDisconnect
 
 Message = MutableMapping[str, object]
 Receive = Callable[[], Awaitable[Message]]
@@ -12,19 +13,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = [(b"content-type", b"application/json")]
 LINES = [(b"content-type", b"application/x-ndjson")]
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Return the whole body of an HTTP request. Raises ConnectionResetError if the caller disconnects before the body
-    is complete."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionResetError("the client disconnected before its request was complete")
-        parts.append(message.get("body", b""))  # type: ignore[arg-type]
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 async def reply(send: Send, status: int, answer: Mapping[str, object]) -> None:
@@ -47,9 +35,9 @@ async def refuse_stranger(kind: object, send: Send) -> None:
 
 
 async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -> None:
-    """Run `answer` and report its errors to the caller over HTTP. An error of class Refused becomes a response with its
-    own status. Any other error is sent as one line, with status 500 or at the end of a response that has started, and
-    then raised again."""
+    """Run `answer` and report its errors to the caller over HTTP. The response contains one line, with the
+    status of a Refused or else 500. If the response has started, the line is appended to it. Errors of other classes
+    than Refused are then raised again."""
     started = False
 
     async def send_and_note(message: Message) -> None:
@@ -57,18 +45,20 @@ async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -
         started = True
         await send(message)
 
-    try:
-        await answer(send_and_note)
-    except Refused as refused:
-        await reply(send, refused.status, refused.answer)
-    except ConnectionResetError:
-        return  # the caller has disconnected
-    except Exception as error:
-        answered = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+    async def send_error(answered: Mapping[str, object], status: int) -> None:
         if started:
             await send({"type": "http.response.body", "body": json.dumps(answered).encode() + b"\n"})
         else:
-            await reply(send, 500, answered)
+            await reply(send, status, answered)
+
+    try:
+        await answer(send_and_note)
+    except Refused as refused:
+        await send_error(refused.answer, refused.status)
+    except ClientDisconnect:
+        return
+    except Exception as error:
+        await send_error({"error": " ".join(f"{type(error).__name__}: {error}".split())}, 500)
         raise  # vLLM's server writes the traceback to its log
 
 

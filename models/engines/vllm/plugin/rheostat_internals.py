@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStep:
-    """Step of vLLM's engine, as its outputs arrive in the server."""
-
-    timestamp: float
-    """Time at which the step ended, in seconds of the clock `time.monotonic`."""
-    num_sequences: int
-    """Number of sequences that received tokens."""
-    has_prefill: bool
-    """Whether a prompt was processed whose completion continues after this step."""
-
-
-@dataclass(frozen=True, slots=True)
 class ComputedTokens:
     """Tokens of one request that a forward pass has computed."""
 
@@ -51,8 +39,8 @@ def get_engine(scope: MutableMapping[str, object]) -> AsyncLLMEngine:
     return scope["app"].state.engine_client  # type: ignore[attr-defined]
 
 
-def observe_steps(engine: AsyncLLMEngine, observe: Callable[[EngineStep | None], Awaitable[None]]) -> None:
-    """Await `observe` whenever outputs of a step arrive from the engine, with None if the outputs contain no tokens.
+def observe_steps(engine: AsyncLLMEngine, observe: Callable[["EngineCoreOutputs"], Awaitable[None]]) -> None:
+    """Await `observe` whenever outputs of a step arrive from the engine.
 
     vLLM's statistics contain the same numbers, but gathering them for every token costs more than everything else
     around the engine.
@@ -61,22 +49,19 @@ def observe_steps(engine: AsyncLLMEngine, observe: Callable[[EngineStep | None],
     receive = core.get_output_async
 
     async def receive_and_observe() -> "EngineCoreOutputs":
-        received: EngineCoreOutputs = await receive()
-        outputs = received.outputs
-        await observe(
-            EngineStep(
-                timestamp=received.timestamp,
-                num_sequences=sum(1 for output in outputs if output.new_token_ids),
-                has_prefill=any(
-                    output.prefill_stats is not None and output.finish_reason is None for output in outputs
-                ),
-            )
-            if outputs
-            else None
-        )
-        return received
+        outputs: EngineCoreOutputs = await receive()
+        await observe(outputs)
+        return outputs
 
     core.get_output_async = receive_and_observe
+
+
+def count_sequences(outputs: "EngineCoreOutputs") -> int:
+    """Return the number of sequences that received tokens in a step, or 0 if the step processed a prompt whose
+    completion continues after the step."""
+    if any(output.prefill_stats is not None and output.finish_reason is None for output in outputs.outputs):
+        return 0
+    return sum(1 for output in outputs.outputs if output.new_token_ids)
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:
@@ -144,7 +129,7 @@ def repack_copies(model: nn.Module) -> None:
     leaves the copy of the old weights in use."""
     for module in model.modules():
         if _keeps_packed_copy(module):
-            module.quant_method.process_weights_after_loading(module)
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
 
 
 def served_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -1,11 +1,13 @@
 """Requests that callers send to the server, checked once on arrival, and the error that refuses them."""
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
+Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class Refused(Exception):
@@ -45,12 +47,12 @@ class Picture:
 class Prompt:
     """Token IDs and images that are the input of the policy."""
 
-    tokens: list[int]
+    tokens: Tokens
     """All token IDs of the input. Each image is represented by its placeholder tokens."""
-    collapsed: list[int]
+    collapsed: list[int] = field(default_factory=list)
     """Token IDs of the input with a single placeholder token per image, or an empty list if there is no image."""
-    images: list[Picture]
-    settings: dict[str, object]
+    images: list[Picture] = field(default_factory=list)
+    settings: dict[str, object] = field(default_factory=dict)
     """Settings of the model's image processor with which the prompt was encoded, as far as they differ from those in
     the model's directory."""
 
@@ -59,15 +61,14 @@ class Prompt:
         return replace(self, tokens=self.tokens + tokens, collapsed=self.collapsed + tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """One completion to generate, as part of a request to the server."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(Prompt):
+    """One completion to generate for a prompt, as part of a request to the server."""
 
-    name: int
-    prompt: Prompt
+    id: int
     seed: int
     max_tokens: int
-    experts: bool
+    experts: bool = False
     """Whether the response reports the experts that the routers chose for each token."""
 
 
@@ -88,101 +89,28 @@ class Questions:
 
     digest: str
     prompts: list[Prompt]
-    continuations: list[list[int]]
+    continuations: list[Tokens]
     banned: list[int]
 
 
-def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
-    """Parse a request to load a policy. Returns the directory of the weights, the directory of the adapter (or None),
-    and whether open requests are finished first. Raises Refused if a field has the wrong type."""
-    fields = _fields(body)
-    adapter = fields.get("adapter")
-    if adapter is not None and not isinstance(adapter, str):
-        raise Refused(f"`adapter` must be the path of a directory or null, found {adapter!r}")
-    drain = fields.get("drain", False) is True
-    return Path(_field(fields, "directory", str)), None if adapter is None else Path(adapter), drain
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Request to the server to load the weights in `directory` and the adapter, if there is one."""
+
+    directory: Path
+    adapter: Path | None = None
+    drain: bool = False
+    """Whether open requests are finished first. Otherwise they are aborted."""
 
 
-def read_work(body: bytes) -> Work:
-    """Parse the body of a request for completions. Raises Refused if a field is missing or has the wrong type, or if
-    two completions have the same ID. The token IDs are left for vLLM to check."""
-    fields = _fields(body)
-    sampling_fields = _field(fields, "sampling", dict)
-    sampling = Sampling(
-        temperature=_number(sampling_fields, "temperature"),
-        top_p=_number(sampling_fields, "top_p"),
-        top_k=_field(sampling_fields, "top_k", int),
-        stop=_field(sampling_fields, "stop", list),
-        stop_token_ids=_field(sampling_fields, "stop_token_ids", list),
-        ignore_eos=_field(sampling_fields, "ignore_eos", bool),
-        banned=_field(sampling_fields, "banned", list),
-    )
-    requests = [
-        CompletionRequest(
-            name=_field(one, "id", int),
-            prompt=_prompt(one),
-            seed=_field(one, "seed", int),
-            max_tokens=_field(one, "max_tokens", int),
-            experts=one.get("experts", False) is True,
-        )
-        for one in _field(fields, "requests", list)
-    ]
-    if len({one.name for one in requests}) < len(requests):
-        raise Refused("`requests` contains an id twice, but the ids of a request must be unique")
-    return Work(digest=_field(fields, "digest", str), sampling=sampling, requests=requests)
-
-
-def read_questions(body: bytes) -> Questions:
-    """Parse a request for log-probs of continuations.
-
-    Raises Refused if a field is missing or has the wrong type, or if a prompt or continuation has no tokens.
-    """
-    fields = _fields(body)
-    questions = Questions(
-        digest=_field(fields, "digest", str),
-        prompts=[_prompt(one) for one in _field(fields, "prompts", list)],
-        continuations=_field(fields, "continuations", list),
-        banned=_field(fields, "banned", list),
-    )
-    rows = {"prompts": [prompt.tokens for prompt in questions.prompts], "continuations": questions.continuations}
-    for name, tokens in rows.items():
-        if not all(isinstance(row, list) and row for row in tokens):
-            raise Refused(f"`{name}` must contain only lists of at least one token")
-    return questions
-
-
-def _prompt(one: dict[str, object]) -> Prompt:
-    tokens = _field(one, "tokens", list)
-    if "images" not in one:
-        return Prompt(tokens, [], [], {})
-    pictures = [
-        Picture(
-            digest=_field(each, "digest", str),
-            path=_field(each, "path", str),
-            offset=_field(each, "offset", int),
-            length=_field(each, "length", int),
-        )
-        for each in _field(one, "images", list)
-    ]
-    return Prompt(tokens, _field(one, "collapsed", list), pictures, _field(one, "settings", dict))
-
-
-def _fields(body: bytes) -> dict[str, object]:
+def read_request(kind: type[T], body: bytes) -> T:
+    """Parse the body of a request as JSON. `kind` is one of the classes of this file. Raises Refused if the body is not
+    valid, or if two completions have the same ID. vLLM checks whether the token IDs are in the vocabulary."""
     try:
-        fields = json.loads(body)
-    except ValueError as error:
-        raise Refused(f"the body of the request is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise Refused(f"the body of the request must be a JSON object, found {type(fields).__name__}")
-    return fields
-
-
-def _number(fields: dict[str, object], name: str) -> float:
-    return float(_field(fields, name, (int if isinstance(fields.get(name), int) else float)))
-
-
-def _field(fields: dict[str, object], name: str, kind: type[T]) -> T:
-    value = fields.get(name) if isinstance(fields, dict) else None
-    if not isinstance(value, kind):
-        raise Refused(f"{name}: expected {kind.__name__}, found {value!r:.100}")
-    return value
+        request = TypeAdapter(kind).validate_json(body, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise Refused(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), first["msg"]])) from error
+    if isinstance(request, Work) and len({one.id for one in request.requests}) < len(request.requests):
+        raise Refused("`requests` contains an id twice, but the ids of a request must be unique")
+    return request

@@ -2,9 +2,13 @@
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
-from rheostat_internals import EngineStep, observe_steps
+from rheostat_internals import count_sequences, observe_steps
 from vllm import AsyncLLMEngine
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
 
 BREATH_SECONDS = 0.05
 """Seconds between two pauses in which other asyncio tasks run. Output lines that were collected since the last pause
@@ -53,11 +57,11 @@ class Steps:
             "sequence_seconds": self._sequence_seconds,
         }
 
-    async def _observe(self, step: EngineStep | None) -> None:
+    async def _observe(self, outputs: "EngineCoreOutputs") -> None:
         """Count a step, and let other asyncio tasks run from time to time. While outputs queue up, vLLM's loop over
         them would never let them run."""
-        if step is not None:
-            self._count(step)
+        if outputs.outputs:
+            self._count(outputs)
         now = time.monotonic()
         if now - self._breathed < BREATH_SECONDS:
             return
@@ -65,13 +69,14 @@ class Steps:
             await asyncio.sleep(0)
         self._breathed = time.monotonic()
 
-    def _count(self, step: EngineStep) -> None:
-        seconds, self._last = step.timestamp - self._last, step.timestamp
-        if not self._under_way or step.has_prefill:  # without completions, the request came through vLLM's own routes
-            return
-        if step.num_sequences and seconds > 0:
+    def _count(self, outputs: "EngineCoreOutputs") -> None:
+        seconds, self._last = outputs.timestamp - self._last, outputs.timestamp
+        if not self._under_way:
+            return  # the request came through one of vLLM's own routes
+        sequences = count_sequences(outputs)
+        if sequences and seconds > 0:
             self._steps += 1
-            self._sequences += step.num_sequences
-            self._sequences_squared += step.num_sequences**2
+            self._sequences += sequences
+            self._sequences_squared += sequences**2
             self._seconds += seconds
-            self._sequence_seconds += step.num_sequences * seconds
+            self._sequence_seconds += sequences * seconds

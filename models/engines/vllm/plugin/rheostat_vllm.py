@@ -13,17 +13,18 @@ import torch
 import transformers
 import vllm
 from rheostat_completions import generate, likelihoods
-from rheostat_http import Message, Receive, Send, answer_errors, read_body, refuse_stranger, reply, stream
+from rheostat_http import Message, Receive, Send, answer_errors, refuse_stranger, reply, stream
 from rheostat_internals import get_engine
-from rheostat_requests import read_load, read_questions, read_work
+from rheostat_requests import Load, Questions, Work, read_request
 from rheostat_serving import Serving
 from rheostat_weights import Weights
+from starlette.requests import Request
 from vllm.platforms import current_platform
 
 __all__ = ["Gateway", "Weights"]
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-Routes = dict[tuple[str, str], Callable[[Receive, Send], Awaitable[None]]]
+Routes = dict[tuple[str, str], Callable[[Request, Send], Awaitable[None]]]
 
 KEY_VARIABLE = "VLLM_API_KEY"
 
@@ -60,7 +61,7 @@ class Gateway:
             await refuse_stranger(scope["type"], send)
         elif route := self._routes.get((str(method), str(path))):
             self._serving = self._serving or Serving(get_engine(scope))
-            await answer_errors(partial(route, receive), send)
+            await answer_errors(partial(route, Request(scope, receive)), send)
         elif method in ("GET", "HEAD") or (self._serving is not None and await self._serving.wait_for_load()):
             await self._app(scope, receive, send)
         else:
@@ -76,25 +77,25 @@ class Gateway:
         assert self._serving is not None, "created before every route"
         return self._serving
 
-    async def _about(self, _receive: Receive, send: Send) -> None:
+    async def _about(self, _request: Request, send: Send) -> None:
         await reply(send, 200, _versions() | await self._served.about())
 
-    async def _proof(self, _receive: Receive, send: Send) -> None:
+    async def _proof(self, _request: Request, send: Send) -> None:
         await reply(send, 200, {"digest": await self._served.verify_digest()})
 
-    async def _load(self, receive: Receive, send: Send) -> None:
-        directory, adapter, drain = read_load(await read_body(receive))
-        await reply(send, 200, await self._served.load(directory, adapter=adapter, drain=drain))
+    async def _load(self, request: Request, send: Send) -> None:
+        load = read_request(Load, await request.body())
+        await reply(send, 200, await self._served.load(load.directory, adapter=load.adapter, drain=load.drain))
 
-    async def _sleep(self, _receive: Receive, send: Send) -> None:
+    async def _sleep(self, _request: Request, send: Send) -> None:
         await reply(send, 200, {"slept": await self._served.sleep()})
 
-    async def _generate(self, receive: Receive, send: Send) -> None:
-        work = read_work(await read_body(receive))
-        await stream(generate(self._served, work), receive, send=send)
+    async def _generate(self, request: Request, send: Send) -> None:
+        work = read_request(Work, await request.body())
+        await stream(generate(self._served, work), request.receive, send=send)
 
-    async def _likelihoods(self, receive: Receive, send: Send) -> None:
-        questions = read_questions(await read_body(receive))
+    async def _likelihoods(self, request: Request, send: Send) -> None:
+        questions = read_request(Questions, await request.body())
         logprobs = await likelihoods(self._served, questions)
         await reply(send, 200, {"logprobs": logprobs, "done": True, **self._served.steps.sums()})
 
