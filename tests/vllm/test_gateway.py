@@ -199,6 +199,15 @@ def test_weights_of_another_architecture_are_not_served_and_do_no_lasting_harm(
     require_served(loaded, untied[1])
 
 
+def test_a_tensor_that_is_also_missing_in_the_directory_of_the_server_is_named(untied, tmp_path):
+    lacking = publish_changed(tmp_path, untied[0], change_tensors(lambda tensors: tensors.pop("model.norm.weight")))
+    with meddling_server(lacking.directory) as server:
+        answer = server.try_load(lacking)
+        assert answer.status_code == 500
+        assert "does not contain the tensors of model.norm.weight" in answer.json()["error"]
+        assert server.proof() == ""
+
+
 def test_an_external_policy_may_omit_defaults_and_store_a_tied_head_twice(tied_server, tied, tmp_path):
     defaults = ("attention_bias", "attention_dropout", "hidden_act", "use_cache", "transformers_version", "dtype")
 
