@@ -68,6 +68,6 @@ def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cac
             codes.append(done.returncode)
     assert codes == [0, 2], done.stderr
     assert [*(place / "cache/rheostat/checks").iterdir()] != []
-    verdict = json.loads(done.stdout)
+    verdict = json.loads(done.stdout.splitlines()[-1])
     assert verdict["error"].startswith("reward eyes: the judge at ") and not verdict["is_down"]
     assert "seems to ignore images" in verdict["error"]

@@ -361,7 +361,7 @@ def test_a_plan_shows_the_memory_of_an_update_rank_and_the_offloaded_part_of_it(
     )
     assert re.search(r"^update rank +[\d,.]+ MiB \(weights [\d.]+ \+ gradient [\d.]+ \+ opt", on_cpu, re.MULTILINE)
     assert "machine memory" not in on_cpu and "+ optimizer" not in on_gpu
-    assert re.search(r"and [\d.]+ MiB of\s+machine\s+memory \(optimizer\)", on_gpu)
+    assert re.search(r"and [\d.]+ MiB of\s+machine\s+memory\s+\(optimizer\s+\+\s+writing\)", on_gpu)
     rollout, update = json.loads(plan("--device", "h100", "--json"))["memory"]
     assert rollout["offloaded"] == 0 < update["offloaded"] < update["gigabytes"]
 
