@@ -26,6 +26,7 @@ from pydantic_core import CoreSchema, core_schema, to_jsonable_python
 
 from rheostat.infra.booleans import refuse_booleans
 from rheostat.infra.errors import BadInput
+from rheostat.infra.field_descriptions import describe_fields
 from rheostat.infra.renamed import (
     RenamedFrom,
     Renames,
@@ -184,7 +185,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
         model_title_generator=_title,
     )
@@ -207,9 +207,13 @@ class Settings(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return a JSON schema that also accepts the old names of renamed keys and values."""
+        """Return a JSON schema with the descriptions of the fields. It also accepts the old names of renamed keys and
+        values."""
         schema = handler(core)
         whole = handler.resolve_ref_schema(schema)
+        for name, text in describe_fields(cls).items():
+            if name in whole.get("properties", {}):
+                whole["properties"][name].setdefault("description", text)
         whole.update(accept_old_names(whole, cls))
         return schema
 
@@ -274,7 +278,8 @@ class WorkerRange(Settings):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return a JSON schema that also accepts a number."""
-        return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 4096}, handler(core)]}
+        whole = super().__get_pydantic_json_schema__(core, handler)
+        return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 4096}, whole]}
 
 
 class PoolsConfig(Settings):

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rheostat.infra.field_descriptions import describe_fields
 from rheostat.infra.validation_errors import field_models
 from rheostat.tasks.config.run import RunConfig
 
@@ -91,10 +92,10 @@ def _find_places(model: type[BaseModel], path: str) -> Iterator[_Place]:
 def _build_rows(model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> Iterator[str]:
     keys = {name: field for name, field in model.model_fields.items() if name != "kind"}
     if keys:
-        lines = ["| key | default | description |", "|---|---|---|"]
+        lines, descriptions = ["| key | default | description |", "|---|---|---|"], describe_fields(model)
         for name, field in keys.items():
             limits = f" One of {choices}." if (choices := _format_choices(field)) else _format_limits(field)
-            text = " ".join((field.description or "").split()).replace("|", "\\|")
+            text = " ".join(descriptions.get(name, "").split()).replace("|", "\\|")
             lines.append(f"| `{name}` | {_format_default(field)} | {text}{limits}{_build_links(field, titles)} |")
         yield "\n".join(lines)
 
