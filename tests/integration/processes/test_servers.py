@@ -289,7 +289,11 @@ def test_a_server_killed_during_its_start_is_reported_with_the_signal():
 
 def test_the_signal_that_ended_a_server_is_reported_even_if_the_guard_notices_the_end_late(tmp_path):
     def kill_while_the_guard_is_stopped(port):
-        [server] = [process for process in psutil.process_iter() if str(tmp_path) in _words(process)]
+        def find():
+            return [process for process in psutil.process_iter() if str(tmp_path) in _words(process)]
+
+        assert wait_for(find), "a new process has the arguments of the server only after a moment"
+        [server] = find()
         guard = server.parent()
         guard.suspend()
         server.kill()
