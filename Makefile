@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
@@ -49,6 +49,10 @@ test-smoke: $(VENV)/.dev  ## one whole run of each family, most of them killed o
 test-system: export PYTHONDONTWRITEBYTECODE :=
 test-system: $(VENV)/.dev  ## whole runs, real clusters, ranks and servers, most of them killed, on all cores
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "system and not slow" $(ARGS)
+
+test-thorough: export PYTHONDONTWRITEBYTECODE :=
+test-thorough: $(VENV)/.dev  ## the costly tests and further cases that the default suite leaves out, in one process each module
+	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "thorough and not system" $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
 	@$(BIN)/python -m pytest -m "slow and not vllm and not gpu" $(ARGS)

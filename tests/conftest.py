@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -210,8 +211,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(*DEFAULT_THRESHOLDS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    """Sort the tests of parallel processes so that the longest scopes begin first and the shortest end the session."""
+    """Mark the further cases of tests that have the mark `thorough_after`. Sort the tests of parallel processes so that
+    the longest scopes begin first and the shortest end the session."""
+    cases = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("thorough_after")) is not None:
+            function, _, _ = item.nodeid.partition("[")
+            cases[function] += 1
+            if cases[function] > mark.args[0]:
+                item.add_marker("thorough")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _rank_of(item.nodeid))
 

@@ -117,6 +117,7 @@ def test_a_run_whose_shards_gc_deleted_cannot_be_resumed(copied):
     assert files_of(copied.run) == before
 
 
+@pytest.mark.thorough
 def test_gc_keeps_a_run_with_the_given_tag(copied):
     copied.train('tags=["paper"]')
     assert "tags paper" in copied.command("show").output

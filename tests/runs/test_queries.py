@@ -193,6 +193,7 @@ def test_a_query_writes_nothing_to_the_store(queried_run):
     assert files_of(queried_run.run) == before
 
 
+@pytest.mark.thorough
 def test_views_omit_iterations_whose_shards_were_deleted(copied):
     copied.train("retention.rollouts_keep_last=1")
     for view, left in (("rollouts", [3]), ("scores", [3]), ("samples", [3]), ("iterations", [1, 2, 3])):

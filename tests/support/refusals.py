@@ -74,7 +74,7 @@ class Case(_Record):
     arguments: tuple[object, ...] = ()
     options: Mapping[str, object] = {}
     """Keyword arguments of the call."""
-    marks: tuple[Literal["system", "smoke"], ...] = ()
+    marks: tuple[Literal["system", "smoke", "thorough"], ...] = ()
     """Markers of the test of this case, in addition to the default ones."""
     error: str = "rheostat.infra.errors:BadInput"
     """Class of the exception, `module:class` or the name of a built-in class; a subclass is not accepted."""

@@ -21,6 +21,7 @@ def place(make_job) -> Path:
     return make_job("images")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "reward",
     [
@@ -34,6 +35,7 @@ def test_a_policy_and_rewards_that_read_the_images_are_accepted(place, reward):
     assert check_job(f"scoring.rewards=[{reward}]")["train_problems"] == 1
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["idefics3", "smolvlm", "llava"])
 def test_an_image_that_the_model_treats_as_padding_is_refused_before_the_run(place, kind):
     write_seeing(place / kind, kind)

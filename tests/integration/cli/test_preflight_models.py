@@ -28,6 +28,7 @@ def place(make_job):
     return make_job("arithmetic")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("attention", KERNELS)
 def test_attention_kernels_are_refused_for_heads_that_are_too_large(place, attention):
     write_policy(place / "wide", "mistral", changes={"head_dim": 264})
@@ -60,6 +61,7 @@ def test_the_painting_reward_finds_its_references_in_both_splits():
     assert (facts["train_problems"], facts["heldout_problems"]) == (24, 24)
 
 
+@pytest.mark.thorough
 def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
     warmup = "warmup={steps=1,batch_size=2}"
     with pytest.raises(BadInput, match=r"\[warmup\]: .*8 x 8 pixels, but policy\.side requires 16 x 16"):
@@ -68,6 +70,7 @@ def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]
 
 
+@pytest.mark.thorough
 def test_layers_of_a_denoiser_are_recomputed_above_a_certain_size_unless_configured_otherwise():
     large = ("policy.layers=6", "policy.heads=8")
 
@@ -82,6 +85,7 @@ def test_layers_of_a_denoiser_are_recomputed_above_a_certain_size_unless_configu
     assert 1 / 6 < again["update_activations_bytes"] / kept["update_activations_bytes"] < 1 / 3
 
 
+@pytest.mark.thorough
 def test_memory_of_an_update_grows_with_the_denoising_steps_and_doubles_with_guidance():
     one, three, guided = (
         check_job(

@@ -51,6 +51,7 @@ def dialogues(tmp_path_factory):
     return Dialogues(tmp_path_factory.mktemp("dialogues"))
 
 
+@pytest.mark.thorough
 def test_the_users_model_reads_the_dialogue_with_swapped_roles_and_its_output_is_the_reply(dialogues):
     tokenizer = small_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(dialogues.user.path).eval()
@@ -79,6 +80,7 @@ def test_a_shard_repeats_bit_for_bit_and_two_batches_give_equal_episodes(dialogu
     require_equal_rows(dialogues.read_rows(*first.shards), dialogues.read_rows(*two_batches.shards))
 
 
+@pytest.mark.thorough
 def test_an_endpoint_gets_the_swapped_roles_and_a_seed_for_each_turn(dialogues):
     with chat_server(lambda asked, _: reply_with(f" [{len(asked.body['messages'])}] ")) as server:
         rows = dialogues.play_rows(dialogue(endpoint_user(server)))
@@ -119,6 +121,7 @@ def test_an_ending_in_a_reply_ends_the_dialogue_with_its_reward_and_a_final_turn
             assert len(row["turns"]) == 1
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("bad", "reasons"),
     [

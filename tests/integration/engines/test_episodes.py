@@ -44,6 +44,7 @@ def test_log_probs_equal_those_of_a_forward_pass_over_the_whole_episode(episodes
         np.testing.assert_allclose(computed, recorded, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_one_and_four_processes_give_equal_bits_and_two_batches_equal_episodes(episodes):
     one, four, two_batches = (
         episodes.play(target_environment(**settings))
@@ -53,6 +54,7 @@ def test_one_and_four_processes_give_equal_bits_and_two_batches_equal_episodes(e
     require_equal_rows(episodes.read_rows(*one.shards), episodes.read_rows(*two_batches.shards))
 
 
+@pytest.mark.thorough
 def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wait_for_each_other(episodes, tmp_path):
     settings, paced = target_environment(), InterleavingTransformers()
     require_equal_rows(
@@ -65,6 +67,7 @@ def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wa
         assert (marks / "waited").exists() is (name == "paced")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

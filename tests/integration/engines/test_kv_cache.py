@@ -70,6 +70,7 @@ def test_only_layers_that_grow_with_every_token_are_replaced(architecture, chang
     assert after.count(InPlaceLayer) == in_place
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("architecture", "changes"), [("llama", {}), ("qwen3", {}), ("gpt2", {}), ("mistral", {}), ("qwen3", HYBRID)]
 )
@@ -87,6 +88,7 @@ def test_greedy_tokens_over_many_steps_equal_those_of_forward_passes_without_a_c
         assert group[0].logprobs == pytest.approx(plain_logprobs(model, given, tokens, 1.0), abs=1e-5)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("gpt2", {}), ("qwen3", HYBRID)])
 def test_completions_equal_those_of_the_growing_cache_bit_for_bit(architecture, changes, tmp_path, monkeypatch):
     write_policy(tmp_path, architecture, changes=changes)

@@ -54,6 +54,7 @@ def has_open_turn(row: dict[str, object]) -> bool:
     return len(row["completion_tokens"]) > ended
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("settings", "engine"),
     [
@@ -102,6 +103,7 @@ def test_recorded_log_probs_are_those_of_the_policy_that_generated_each_token(ep
     assert num_mixed > 5
 
 
+@pytest.mark.thorough
 def test_an_episode_is_cut_again_until_it_reaches_the_largest_staleness(episodes):
     whole = index_rows(episodes.play_rows(target_environment()))
     partial = PartialRollout(tokens=4, max_staleness=2)
@@ -119,6 +121,7 @@ def test_an_episode_is_cut_again_until_it_reaches_the_largest_staleness(episodes
         assert outcome.metrics["tokens"] == sum(count_written(row).get(number, 0) for row in rows)
 
 
+@pytest.mark.thorough
 def test_pieces_have_equal_digests_with_one_and_four_processes(episodes):
     one, four = (
         [outcome.shards for outcome in play_iterations(episodes, target_environment(processes=processes))]

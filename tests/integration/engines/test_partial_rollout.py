@@ -36,6 +36,7 @@ def continue_cut(request: Request, group: list[Completion]) -> tuple[Request, li
     return replace(rest, seeds=tuple(request.seeds[sample] for sample in cut)), cut
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("architecture", "budget", "settings"),
     [

@@ -135,6 +135,7 @@ def test_segments_and_turns_cover_the_completion_and_its_text_has_every_message(
         assert row["prompt"] not in row["completion"]
 
 
+@pytest.mark.thorough
 def test_one_and_four_processes_give_equal_bits_and_another_engine_equal_episodes(episodes):
     one, four = episodes.play(echo(processes=1)), episodes.play(echo(processes=4))
     assert digest(one) == digest(four)

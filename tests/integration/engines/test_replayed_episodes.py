@@ -36,6 +36,7 @@ def play(episodes: Episodes) -> Play:
     return play_shard
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -57,6 +58,7 @@ def test_answers_and_failures_that_follow_from_problem_seed_and_turns_repeat(pla
     assert replay(replace(work, episodes=work.episodes[::-3])) == []
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [

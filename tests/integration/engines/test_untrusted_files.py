@@ -47,6 +47,7 @@ def generate_with_steps(directory: Path, places: int) -> tuple[list[list[Complet
     return engine.generate(WORK, SamplingConfig(max_new_tokens=40)), [rows for rows in steps if rows]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("places", [1, 4, 16, 29, 30])
 def test_rows_are_admitted_when_a_quarter_of_the_batch_is_free(places, directory):
     groups, steps = generate_with_steps(directory, places)
@@ -54,6 +55,7 @@ def test_rows_are_admitted_when_a_quarter_of_the_batch_is_free(places, directory
     assert steps == expected_steps([len(one.tokens) for index in by_length for one in groups[index]], places)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "mistral"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_admitted_row_gets_the_same_completion_as_alone(architecture, temperature, tmp_path):

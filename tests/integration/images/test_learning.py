@@ -43,6 +43,7 @@ def logprobs_of(module, rows, size):
     return torch.cat([module(module.prepare_inputs(each, torch.device("cpu"))) for each in passes])
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("learnt", [range(1, 3), None], ids=["window", "all"])
 def test_log_probs_of_the_trainer_equal_those_of_the_engine_for_any_micro_batch(directory, learnt):
     model = load_denoiser(directory)
@@ -60,6 +61,7 @@ def test_log_probs_of_the_trainer_equal_those_of_the_engine_for_any_micro_batch(
             assert (ratios - 1).abs().max() <= 1e-6
 
 
+@pytest.mark.thorough
 def test_adapters_are_trained_and_generate_the_same_images_after_merging(family, directory, tmp_path):
     config = config_of(directory)
     rows, gallery = build_trainer_inputs(generate_pictures(directory, config, range(2)), directory)

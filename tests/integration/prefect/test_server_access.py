@@ -151,6 +151,7 @@ with prefect_api() as url:
 """Program that uses Prefect as every `rheostat` command with Prefect does."""
 
 
+@pytest.mark.thorough
 def test_on_a_fresh_account_no_command_has_prefect_print_its_notice_of_usage_statistics(tmp_path, monkeypatch):
     for name in ("DO_NOT_TRACK", *CI_ENV_VARS):
         monkeypatch.delenv(name, raising=False)

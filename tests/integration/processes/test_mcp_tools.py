@@ -95,6 +95,7 @@ def pool(settings) -> Iterator[EnvironmentPool]:
     running.close()
 
 
+@pytest.mark.thorough_after(1)
 def test_calls_are_answered_and_the_policy_reads_errors_of_a_tool(pool):
     calls = Call("price", {"item": "bread"}), Call("price", {"item": "ale", "count": 3})
     assert read_messages(pool, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
@@ -112,6 +113,7 @@ def test_a_server_receives_only_the_named_variables(pool):
     assert read_messages(pool, Call("secret", {})) == [("tool", "secret", "a secret")]
 
 
+@pytest.mark.thorough_after(1)
 def test_only_allowed_tools_of_a_server_are_shown_and_called(settings):
     one = settings.model_copy(update={"tools": ("price",)})
     [schema] = tool_schemas(one)
@@ -178,6 +180,7 @@ def test_no_part_of_a_secret_remains_where_a_long_message_is_cut(before, monkeyp
     assert "k3" not in message
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -35,6 +35,7 @@ def judged(request):
     judge.close()
 
 
+@pytest.mark.thorough_after(1)
 @needs_sandbox
 @pytest.mark.parametrize(
     ("code", "answer", "share"),

@@ -107,6 +107,7 @@ def test_scores_with_too_many_missing_rewards_are_not_written(store, worker, tmp
     assert worker.score(ScoringWork(iteration=3, rollouts=rollouts, max_missing=2)).metrics["missing"] == 2
 
 
+@pytest.mark.thorough
 def test_512_completions_are_scored_in_a_fraction_of_a_second(store, make_worker):
     worker = make_worker(NumericReward())
     rollouts = write_rollouts(store, *(rollout(row, 0, f"16+3=19 #### {row}") for row in range(512)))

@@ -234,6 +234,7 @@ def plain_verdict(directory: Path, text: str, image: bytes) -> float:
     return 1 / (1 + math.exp(no - yes))
 
 
+@pytest.mark.thorough_after(1)
 def test_a_judge_in_the_worker_gives_the_verdicts_of_transformers(tmp_path, model):
     first, second = noise(0), noise(1)
     rows = rows_with(("one", (first,)), ("one", (second,)), ("two", (first,)), ("one", ()))

@@ -113,6 +113,7 @@ def generate_completions(
     return engine.generate(MIXED, SamplingConfig(max_new_tokens=12))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_with_an_adapter_gives_the_same_bits_as_with_the_merged_model(pair, dtype, tmp_path):
     base, adapter = pair

@@ -227,6 +227,7 @@ def test_an_estimate_does_not_reload_the_models_of_a_hot_worker(uri, policy, cri
 
 
 # ---- the update
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_an_update_with_a_critic_gives_the_same_bits_repeated_and_in_a_new_worker(uri, policy, critic, lora):
     config = change(CONFIG, lora=lora)
@@ -293,6 +294,7 @@ def test_the_critic_is_trained_to_predict_the_returns(uri, policy, critic):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("column", ["advantages", "returns"])
 def test_a_value_that_is_not_finite_discards_the_update_of_policy_and_critic(uri, policy, critic, column):
     worker = start_critic(uri)

@@ -141,6 +141,7 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     np.testing.assert_allclose(gradients(uri, outcome), expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("stage", "dtype", "lora"),
     [

@@ -96,6 +96,7 @@ def test_router_losses_of_micro_batches_add_up_to_that_of_transformers_over_all_
                 torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough_after(1)
 def test_the_size_of_a_micro_batch_changes_neither_the_router_loss_nor_a_gradient(uri, mixture):
     settings = ({"router_loss": 0.5, "microbatch_tokens": 60}, {"router_loss": 0.5, "microbatch_tokens": 9999}, {})
     small, large, plain = (update_once(uri, mixture, change(UNCLIPPED, **each)) for each in settings)
@@ -106,6 +107,7 @@ def test_the_size_of_a_micro_batch_changes_neither_the_router_loss_nor_a_gradien
     assert np.abs(gradients(uri, plain) - gradients(uri, large)).max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_updates_balance_the_load_of_the_experts(uri):
     policy = publish_mixture(uri)
     config = change(CONFIG, router_loss=10.0)
@@ -122,6 +124,7 @@ def test_updates_of_dense_policies_have_no_router_metrics(uri, policy):
     assert not [name for name in update_once(uri, policy).metrics if "router" in name]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_serves_the_adapters_of_a_mixture_of_experts_as_peft_computes_them(kind, tmp_path):
     base = publish(tmp_path, kind)
@@ -193,6 +196,7 @@ def choose_experts(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.n
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]
 
 
+@pytest.mark.thorough_after(1)
 def test_the_trainer_chooses_the_experts_of_the_rollout_and_computes_its_log_probs(kind, tmp_path):
     write_policy(tmp_path, kind)
     pairs = roll_out(tmp_path)
@@ -235,6 +239,7 @@ def force_experts(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
         router.forward = lambda *read, number=number, router=router: forward(router, *read, number=number)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("shares", [False, True])
 def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind, shares, tmp_path):
     """In float64, except for what families always compute in float32: states and every gradient.
@@ -276,6 +281,7 @@ REPLAYING = change(UNCLIPPED, router_replay="rollout", router_loss=0.5)
 SMALL = change(REPLAYING, microbatch_tokens=60)
 
 
+@pytest.mark.thorough
 def test_neither_micro_batch_size_nor_recomputing_layers_changes_the_gradients_of_a_replay(uri):
     work = replayed_work(uri, publish_mixture(uri))
     small, large, again, chosen = (

@@ -93,6 +93,7 @@ def _count_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"zero_stage": 2, "dtype": "bfloat16"}, {"zero_stage": 3}, {"zero_stage": 3, "lora": LoraConfig(rank=4)}],

@@ -63,6 +63,7 @@ def test_every_loss_gives_the_same_update_on_two_ranks_with_many_micro_batches_a
     assert not any(np.allclose(steps[one], steps[other]) for one, other in combinations(steps, 2))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("correction", [TruncatedImportance(cap=1.05), MaskedImportance(low=0.8, high=1.1)])
 def test_importance_weights_compare_with_the_policy_before_the_first_step(uri, policy, correction):
     corrected = {"correction": correction, "stale_correction": None, "learning_rate": 1e-2}

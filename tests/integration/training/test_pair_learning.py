@@ -72,6 +72,7 @@ def assert_alike(uri: str, first: Outcome, second: Outcome) -> None:
     torch.testing.assert_close(others, weights, atol=2e-4, rtol=0)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
 def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, kind):
     first = learn(uri, policy, kind)
@@ -82,6 +83,7 @@ def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, k
     assert first.metrics["loss_last"] < 0.69
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
 def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, policy, kind):
     small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
@@ -169,6 +171,7 @@ def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[fl
     return values[::2], values[1::2]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("template", [TEMPLATE, "{completion}", None])
 def test_a_trained_reward_model_gives_the_scores_of_its_training(uri, policy, template):
     outcome = start_worker(uri, ROOMY).train_reward_model(reward_work(policy, template=template))
@@ -196,6 +199,7 @@ def padded_by_eos(uri: str, policy: ModelVersion, copy: Path) -> ModelVersion:
     return ModelVersion(0, publish_bundle(store, copy, prefix="policies"))
 
 
+@pytest.mark.thorough
 def test_centering_keeps_rewards_around_zero(uri, policy):
     long = change(TRAINING, steps=40)
     free, held = (

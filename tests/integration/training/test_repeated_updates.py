@@ -50,6 +50,7 @@ def test_a_repetition_that_rounds_differently_is_damage_on_cpus(uri, policy):
         start_worker(uri, OTHER_ORDER).update(replace(works[1], past=(works[0],)))
 
 
+@pytest.mark.thorough
 def test_a_repetition_on_gpus_keeps_the_stored_weights_and_restores_the_moments(uri, policy, rounds_differently):
     works, outcomes = chain(uri, policy, 3, kept=(1, 3))
     again = start_worker(uri, OTHER_ORDER).update(replace(works[2], past=(works[0], works[1])))
@@ -65,6 +66,7 @@ def test_a_repetition_on_gpus_from_other_samples_is_damage(uri, policy, rounds_d
         start_worker(uri).update(replace(works[1], past=(other,)))
 
 
+@pytest.mark.thorough
 def test_an_update_that_is_discarded_after_a_repetition_on_gpus_reports_the_repetition(uri, policy, rounds_differently):
     works, _ = chain(uri, policy, 3, kept=(1, 3))
     spoilt = update_work(uri, works[2].policy, advantages=[float("nan")]).samples

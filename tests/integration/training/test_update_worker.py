@@ -48,6 +48,7 @@ OFFLOADED = [(HALF[stage], {"offload": "optimizer"}) for stage in (1, 2, 3)] + [
 
 
 # ---- one rank
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"lora": LORA}, {"optimizer": Muon()}, {"optimizer": Adam8bit()}, {"optimizer": Adam8bit(), "zero_stage": 2}],
@@ -65,6 +66,7 @@ def test_an_update_gives_the_same_bits_repeated_and_in_a_new_worker(uri, policy,
     assert (cold.model, cold.metrics) == (outcome.model, outcome.metrics)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("settings", "measures_rounding"),
     [
@@ -81,6 +83,7 @@ def test_the_divergence_of_an_unchanged_policy_from_a_reference_in_the_same_prec
     assert (outcome.metrics["kl"] != 0) == measures_rounding
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("settings", "saving"), [({}, AGAIN), ({"zero_stage": 3}, AGAIN), (HALF[2], AGAIN), *OFFLOADED]
 )
@@ -261,6 +264,7 @@ def test_epochs_repeat_all_minibatches_and_end_at_the_same_loss_with_exact_rollo
     assert start_worker(uri, config).update(replace(exact, exact_behaviour=False)).model == computed.model
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("lora", "poison"), [(None, float("nan")), (None, float("inf")), (LORA, float("nan"))])
 def test_an_advantage_that_is_not_finite_changes_neither_the_policy_nor_later_updates(uri, policy, lora, poison):
     worker = start_worker(uri, change(CONFIG, lora=lora))

@@ -101,6 +101,7 @@ def generate_shard(uri, policy, *, media=True):
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_reference_computes_the_log_probs_of_the_engine(uri, kind):
     policy = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind)
@@ -138,12 +139,14 @@ def test_an_update_trains_tower_projector_and_decoder_and_gives_the_same_bits_ag
     assert "preprocessor_config.json" in names
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
 def test_a_frozen_part_keeps_its_weights(uri, policy, work, part):
     outcome = start_worker(uri, change(CONFIG, freeze=(part,))).update(work)
     assert changed_parts(uri, policy, outcome) == {"vision", "projector", "language"} - {part}
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "gemma3"])
 def test_a_frozen_tower_encodes_an_image_once_and_the_update_is_the_same(uri, monkeypatch, kind):
     policy, frozen = (
@@ -206,6 +209,7 @@ def test_adapters_are_trained_while_tower_and_projector_keep_their_weights(uri, 
 # ---- warm-up, and where policies come from
 
 
+@pytest.mark.thorough
 def test_warmup_trains_on_examples_with_images(uri, policy):
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
     encoded = [*PICTURES.values()]
@@ -289,6 +293,7 @@ def estimate(uri: str, kind: str, distillation: Distillation, **changes):
     return read_shard(store, made.shards[0]), rows, fetch_bundle(store, teacher.weights)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl", "gemma3"])
 def test_a_teacher_computes_the_log_probs_of_transformers_after_images(uri, kind):
     estimates, rows, directory = estimate(uri, kind, Distillation(teacher=TeacherDirectory(path=Path("elsewhere"))))

@@ -234,6 +234,7 @@ def adapted(request, tmp_path_factory) -> tuple[Path, list[Path]]:
     return folder / "base", [folder / "0", folder / "1"]
 
 
+@pytest.mark.thorough_after(1)
 def test_adapters_are_summed_exactly_as_weights_and_as_ranks(tmp_path, adapted):
     base, adapters = adapted
     weighed = dict(zip(adapters, (1.5, -0.5), strict=True))

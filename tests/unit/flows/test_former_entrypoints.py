@@ -27,11 +27,13 @@ def run_code(code: str, *arguments: str, **variables: str) -> str:
     return subprocess.run(command, env=kept | variables, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+@pytest.mark.thorough
 def test_a_worker_switches_on_plugins_for_its_flow_runs():
     assert run_code(WORKER) == "true\n"
     assert run_code(WORKER, PREFECT_PLUGINS_ENABLED="false") == "false\n"
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("entrypoint", "flow"),
     [

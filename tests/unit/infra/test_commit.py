@@ -41,6 +41,7 @@ def test_a_wheel_names_the_commit_that_it_was_built_from(checkout, tmp_path, mon
     assert run_command("--version").output.rstrip().endswith(f"({commit})")
 
 
+@pytest.mark.thorough
 def test_a_wheel_from_a_source_distribution_names_the_commit_of_the_checkout(checkout, tmp_path):
     commit = describe_checkout(checkout)
     subprocess.run([sys.executable, "-c", BUILD_SOURCES, str(tmp_path)], cwd=checkout, check=True, capture_output=True)

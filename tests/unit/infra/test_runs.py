@@ -301,6 +301,7 @@ def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tm
             assert run.find("after") is None and run.find("before") is not None
 
 
+@pytest.mark.thorough
 def test_each_of_thousands_of_manifests_is_read_once(tmp_path, reads):
     with make(tmp_path).lock() as run:
         run.commit(Manifest(key="it/0000"))

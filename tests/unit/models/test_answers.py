@@ -148,6 +148,7 @@ def test_an_answer_of_gsm8k_is_right_in_every_form(answer):
     assert {completion: judge(completion, answer) for completion in completions} == dict.fromkeys(completions, 1.0)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("score", [judge, judge_number])
 def test_references_of_gsm8k_equal_themselves_and_no_other_number(score):
     for answer, other in zip(GSM8K, [*GSM8K[1:], GSM8K[0]], strict=True):

@@ -41,6 +41,7 @@ def build_input(*, shares):
     return ForwardInput.from_microbatch(families.batch(), CPU, shares=shares)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -74,6 +74,7 @@ def test_the_prompt_is_drawn_above_and_the_reward_below_a_picture():
     assert len({above for above, _ in ink.values()}) == 1
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("prompt", ["red square " * 400, "a\nb\tc\x00\u2028" * 300, "日本🙂" * 300])
 def test_a_long_prompt_is_cut_to_one_line(prompt):
     sheet = draw_sheet(build_row(prompt, encode_color(9), encode_color(9)))

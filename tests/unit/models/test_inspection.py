@@ -45,6 +45,7 @@ def assert_same(inspected, built):
     assert replace(inspected, kept_numbers=built.kept_numbers, norm_numbers=built.norm_numbers) == built
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", KINDS)
 @pytest.mark.parametrize(("layers", "heads", "kv_heads", "head_size"), [(1, 2, 1, 8), (3, 4, 4, 4), (2, 4, 2, 16)])
@@ -97,6 +98,7 @@ def run_without_torch(code: str, argument: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.thorough_after(1)
 def test_a_saved_directory_is_inspected_without_torch(directory):
     code = "from rheostat.models.inspection.directory import inspect_directory\n"
     run_without_torch(f"{code}inspect_directory(Path(sys.argv[1])).critic()", directory)

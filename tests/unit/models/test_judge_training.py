@@ -69,6 +69,7 @@ def test_the_vocabulary_of_a_judge_has_tokens_for_its_questions_and_verdicts(hom
     assert len(tokenizer("#### 16\n#### 16\n")["input_ids"]) <= 6
 
 
+@pytest.mark.thorough
 def test_training_a_judge_lowers_its_loss_and_publishes_the_weights(training):
     assert training.model.version == 0
     assert training.model.state is None

@@ -6,6 +6,7 @@ from io import BytesIO
 from random import Random
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from rheostat.models.data.arithmetic import right_completion, wrong_completion
@@ -63,6 +64,7 @@ def test_no_count_is_common_enough_to_guess():
     assert max(answers.count(answer) for answer in answers) < 0.35 * len(answers)
 
 
+@pytest.mark.thorough
 def test_colours_have_their_shares_among_cells_and_among_questions():
     counted = {colour: [] for colour in COLOURS}
     for problem in load_problems(PicturesData(), "train", 0):

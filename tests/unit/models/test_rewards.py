@@ -190,6 +190,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_only_processor_time_of_a_reward_counts_against_its_time_limit(start_evaluator):
     """The reward needs 0.4 s of a processor that it shares with five other processes."""
     reward = TargetReward(target="tests.support.rewards:in_a_queue", options={"seconds": 0.4})

@@ -124,6 +124,7 @@ def test_log_probs_are_those_of_the_model_in_transformers(policy, module):
     assert torch.allclose(found, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough_after(1)
 def test_ten_thousand_samples_from_uniform_logits_contain_no_banned_token(policy):
     logits = torch.zeros(10_000, policy.model.config.get_text_config().vocab_size)
     uniforms = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -266,6 +266,7 @@ def test_every_unit_is_done_once_per_role_by_workers_that_are_in_one_role_at_a_t
         assert all(view.rollout.slots + view.scoring.slots <= 6 for view in views)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("units_per_worker", [3.0, 0.5])
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_no_policy_is_faster_than_the_lower_bound(scenario, units_per_worker):
@@ -374,6 +375,7 @@ def test_confidence_intervals_use_students_t_distribution():
 SMALL = ("--workers", "4", "--scenario", "drift", "--seeds", "2", "--iterations", "3")
 
 
+@pytest.mark.thorough
 def test_the_command_compares_and_plots_policies_and_reports_which_targets_are_met(capsys, tmp_path):
     assert main([*SMALL, "--plot", str(tmp_path / "plot.png")]) == 0
     output = capsys.readouterr()

@@ -1,6 +1,7 @@
 """Every input of the tables in this folder is refused in one line that names what a user needs to fix it.
 
-Commands that start a process with torch are in the tables with `pytest.mark.system`.
+Commands that start a process with torch have `pytest.mark.system` in the tables, and some of them `pytest.mark.smoke`.
+Further cases that take a CPU second or more have `pytest.mark.thorough`.
 """
 
 import pytest

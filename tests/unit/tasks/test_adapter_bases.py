@@ -66,6 +66,7 @@ def as_sent(work: MergeWork) -> MergeWork:
     return adapter.validate_json(adapter.dump_json(work))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_merge_reads_the_base_of_an_adapter_at_one_commit_and_records_the_commit(
     adapters, hub, tmp_path, monkeypatch, place

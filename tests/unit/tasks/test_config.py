@@ -33,6 +33,7 @@ def numbers_of(document: Mapping[str, object], prefix: str = "") -> Iterator[str
             yield f"{prefix}{key}"
 
 
+@pytest.mark.thorough
 def test_building_a_form_of_a_configuration_does_not_change_its_schema():
     def flow(config: RunConfig) -> None: ...
 

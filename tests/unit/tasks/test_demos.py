@@ -57,6 +57,7 @@ def test_a_former_kind_gives_the_same_run_as_the_demonstration_and_one_warning(k
     ]
 
 
+@pytest.mark.thorough_after(1)
 @each_kind
 def test_a_former_kind_is_read_from_stored_runs_messages_and_parameters_of_deployments(kind, tmp_path):
     config, _ = read(job_with({"kind": kind, **OPTIONS.get(kind, {})}), tmp_path)
@@ -69,6 +70,7 @@ def test_a_former_kind_is_read_from_stored_runs_messages_and_parameters_of_deplo
     assert validate({"config": config.model_dump(mode="json")}, schema) == []
 
 
+@pytest.mark.thorough
 def test_a_process_that_knows_no_folder_reads_a_former_kind():
     code = (
         "from rheostat.tasks.config.run import override_config\n"
@@ -131,6 +133,7 @@ def test_a_copy_of_a_demonstration_is_code_of_the_user(tmp_path, monkeypatch):
     assert done.stdout == "measures:MeasuresData measures\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_a_module_of_the_user_that_hides_a_demonstration_is_named(tmp_path):
     shutil.copy(DEMOS / "dialogue/measures.py", tmp_path)
     code = (
@@ -168,6 +171,7 @@ def test_init_copies_a_demonstration_once_and_lists_all_names(tmp_path, monkeypa
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.thorough
 def test_problems_of_a_demonstration_do_not_exceed_its_distinct_problems(tmp_path):
     config = load_demo("tools", "data.options={train_problems=100000}")
     with pytest.raises(BadInput, match=r"data\.train_problems is 100000, but only [\d,]+ different problems could"):

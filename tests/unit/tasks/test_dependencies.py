@@ -176,6 +176,7 @@ def seeing(path: str, *images: object, lies: str = "") -> RunConfig:
     return load_config(Path("job.toml"))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize("shape", ["one", "several", "structs"])
 def test_dependencies_include_the_image_files_that_rows_name(suffix, shape):

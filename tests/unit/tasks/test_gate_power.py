@@ -22,6 +22,7 @@ guards = [{{suite = "sums", term = "marked", margin = 0.02}}]
 """
 
 
+@pytest.mark.thorough
 def test_rules_report_the_effects_that_their_number_of_problems_can_show(tmp_path, capsys):
     """With 20% of problems different, 256 problems are far too few for a margin of 0.02."""
     (tmp_path / "job.toml").write_text(JOB.format(store=tmp_path / "runs"))
@@ -36,6 +37,7 @@ def test_rules_report_the_effects_that_their_number_of_problems_can_show(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_the_rules_of_a_bundled_configuration_are_reported_in_lines(capsys, tmp_path):
     assert main(["gate", str(ROOT / "configs/weekly.toml"), "--store", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (

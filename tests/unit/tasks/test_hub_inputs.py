@@ -229,6 +229,7 @@ def test_an_adapter_that_names_a_revision_of_its_base_keeps_the_revision(reposit
     assert [recorded_base(parent.path) == f"team/tiny@{first}" for parent in policy.parents] == [False, True]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("where", ["hub", "local"])
 @pytest.mark.parametrize("role", ["policy", "judge"])
@@ -358,6 +359,7 @@ def load_warmup(config, folder):
     return load_chats(config.warmup.chats)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("document", "name", "files", "load"),
     [

@@ -198,6 +198,7 @@ def seal_with(run: Run, name: str) -> Manifest:
     return next(seal for seal in seals if seal is not None and name in seal.detail)
 
 
+@pytest.mark.thorough
 def test_a_run_with_waves_and_cut_completions_satisfies_all_invariants(run):
     assert check_invariants(run) == []
     assert any("/wave-2/" in manifest.key for manifest in run.manifests())

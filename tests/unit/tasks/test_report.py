@@ -54,6 +54,7 @@ def html(store):
     return report_page(store, "long")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [
@@ -214,6 +215,7 @@ def test_a_bundled_configuration_is_valid_named_after_its_file_and_reproduced_by
     assert again.identity() == identity | ({"iterations": 3} if "iterations" in identity else {})
 
 
+@pytest.mark.thorough
 def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
     compared = compare_runs(store, ["long", "other"])
     assert compared.settings == {"rollout.group_size": {"long": "4", "other": "3"}}
@@ -228,6 +230,7 @@ def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
         compare_runs(store, ["long"])
 
 
+@pytest.mark.thorough
 def test_the_commands_write_pages_and_refuse_invalid_output_paths(store, tmp_path, capsys):
     where = ("--store", store)
     assert main(["compare", "long", "other", *where, "--to", str(tmp_path / "both.html")]) == 0
