@@ -179,7 +179,6 @@ def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
         ).ready()
 
 
-@pytest.mark.smoke
 @pytest.mark.system
 def test_invalid_retriever_settings_are_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text('{"query": "a", "text": "b"}\n')

@@ -67,7 +67,6 @@ def test_the_installed_command_checks_a_job_and_writes_nothing(place, arguments,
     assert done.stderr.endswith(errors)
 
 
-@pytest.mark.smoke
 @pytest.mark.system
 def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, capsys):
     document = Path("job.toml").read_text()

@@ -313,7 +313,6 @@ def show_plan(capsys):
     return plan
 
 
-@pytest.mark.smoke
 @pytest.mark.system
 def test_a_plan_names_the_workers_that_a_run_begins_with(show_plan):
     code, out, _ = show_plan("judge.toml", "pools.workers=8", "--json")
@@ -325,7 +324,6 @@ def test_a_plan_names_the_workers_that_a_run_begins_with(show_plan):
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-@pytest.mark.smoke
 @pytest.mark.system
 def test_a_plan_estimates_an_iteration_on_gpus_of_another_machine(show_plan):
     code, out, _ = show_plan("demo.toml", "--device", "h100", "--tokens", "20", "pools.update_ranks=2")

@@ -126,7 +126,6 @@ def test_a_damaged_policy_is_reported_as_damaged(run, tmp_path):
         export_policy(run, tmp_path / "out", iteration=None, dtype=None)
 
 
-@pytest.mark.smoke
 @pytest.mark.system
 def test_the_card_of_an_export_has_results_and_settings_of_the_run(reference, tmp_path):
     told = reference.command("export-policy", "--to", str(tmp_path / "out"), "--json")

@@ -72,7 +72,6 @@ def test_a_suite_of_training_problems_is_refused_with_their_files_and_lines(run_
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.smoke
 @pytest.mark.system
 def test_a_near_copy_of_a_training_problem_counts_as_contaminated(run_gate, tmp_path):
     questions = [f"Please: {question(0, 'x')}", *(question(number, "z") for number in range(39))]
