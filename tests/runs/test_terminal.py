@@ -69,6 +69,7 @@ def test_an_activity_is_one_line_without_control_characters(activity, line):
     assert live.describe_activity(activity) == line
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("command", [["show", "tiny"], ["runs"]])
 def test_tables_fit_a_terminal_of_80_columns(reference, command):
     code, sent = on_terminal([RHEOSTAT, *command, "--store", str(reference.store)], columns=80)

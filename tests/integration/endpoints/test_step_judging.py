@@ -60,6 +60,7 @@ def table_of(home: Path, outcome: Outcome) -> pa.Table:
     return read_shard(open_store(f"{home}/run"), outcome.shards[0])
 
 
+@pytest.mark.thorough
 def test_a_local_judge_is_queried_k_times_about_all_steps_at_once(home, model):
     outcome = judge(home, LOCAL, *COMPLETIONS, model=model)
     table = table_of(home, outcome)

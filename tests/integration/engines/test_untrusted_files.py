@@ -72,6 +72,7 @@ def test_an_admitted_row_gets_the_same_completion_as_alone(architecture, tempera
             assert group[sample].finish_reason is expected.finish_reason
 
 
+@pytest.mark.thorough
 def test_rows_that_outlast_many_admissions_do_not_widen_the_cache(tmp_path, monkeypatch):
     write_policy(tmp_path, eos_share=1e-6)
     monkeypatch.setattr("rheostat.models.engines.local.decoding.ROOM", 2)
@@ -95,6 +96,7 @@ def test_rows_that_outlast_many_admissions_do_not_widen_the_cache(tmp_path, monk
         assert group[0].tokens == expected.tokens
 
 
+@pytest.mark.thorough
 def test_the_same_work_has_the_same_digest_with_any_number_of_workers(home, work):
     works = [replace(work, rows=rows) for rows in ((7, 2, 11, 3, 8), (0, 1, 4), (5, 6, 9, 10))]
     only, first, second = (RolloutWorker(str(home), "run", TransformersEngine(max_batch_rows=6), 1) for _ in range(3))

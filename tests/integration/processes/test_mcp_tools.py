@@ -109,6 +109,7 @@ def test_calls_are_answered_and_the_policy_reads_errors_of_a_tool(pool):
     assert call_tools(pool).step.done
 
 
+@pytest.mark.thorough_after(1)
 def test_a_server_receives_only_the_named_variables(pool):
     assert read_messages(pool, Call("secret", {})) == [("tool", "secret", "a secret")]
 

@@ -214,6 +214,7 @@ def test_estimates_are_the_same_bits_before_and_after_an_update(uri, policy, cri
     assert start_critic(uri).estimate(later).shards == found.shards
 
 
+@pytest.mark.thorough
 def test_an_estimate_does_not_reload_the_models_of_a_hot_worker(uri, policy, critic, caplog):
     worker = start_critic(uri)
     outcome = worker.update(critic_work(uri, policy, critic))

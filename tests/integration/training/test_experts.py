@@ -299,6 +299,7 @@ def test_neither_micro_batch_size_nor_recomputing_layers_changes_the_gradients_o
     assert np.abs(gradients(uri, chosen) - gradients(uri, large)).max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_the_reference_routes_without_replay_as_a_second_model_and_as_the_base_of_adapters(uri):
     work = replayed_work(uri, publish_mixture(uri))
     whole, adapted = (
@@ -363,6 +364,7 @@ def test_model_families_whose_routers_cannot_replay_are_recognized(name, fits):
     assert can_replay(model) == fits
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
 def test_estimates_replay_the_experts_for_the_policy_and_not_for_its_teacher(kind, tmp_path):
     """Teacher and policy have the same weights: first those that generated the rollouts, then others."""

@@ -59,6 +59,7 @@ def test_a_repetition_on_gpus_keeps_the_stored_weights_and_restores_the_moments(
     assert 0 < distance(near, exact) < 1e-2 * distance(exact, start)  # lost moments would change the whole step
 
 
+@pytest.mark.thorough
 def test_a_repetition_on_gpus_from_other_samples_is_damage(uri, policy, rounds_differently):
     works, _ = chain(uri, policy, 2)
     other = replace(works[0], samples=update_work(uri, policy, seed=9).samples)

@@ -256,6 +256,7 @@ def test_a_second_epoch_compares_with_the_policy_before_the_first(uri, policy, e
     assert twice.metrics["mismatch_tokens"] == once.metrics["mismatch_tokens"]
 
 
+@pytest.mark.thorough
 def test_epochs_repeat_all_minibatches_and_end_at_the_same_loss_with_exact_rollout_log_probs(uri, exact):
     config = change(CONFIG, epochs=3)
     computed, given = (start_worker(uri, config).update(replace(exact, exact_behaviour=flag)) for flag in (False, True))

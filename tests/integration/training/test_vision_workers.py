@@ -198,6 +198,7 @@ def test_adapters_of_all_linear_layers_are_in_the_language_model_alone(tmp_path,
     assert layers and {part_of(name) for name in layers} == {"language"}
 
 
+@pytest.mark.thorough
 def test_adapters_are_trained_while_tower_and_projector_keep_their_weights(uri, policy, work):
     config = change(CONFIG, lora=LORA)
     first = start_worker(uri, config).update(work)

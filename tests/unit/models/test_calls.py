@@ -158,6 +158,7 @@ def test_any_encoded_call_is_read(before, arguments):
         assert llama3_json(encoded) == ParsedTurn("", expected)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "unit", [*PIECES, "<tool_call>{", '<tool_call>"', '<tool_call>["</tool_call>",', '{"name": ', "<|python_tag|>{"]
 )

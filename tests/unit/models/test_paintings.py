@@ -71,6 +71,7 @@ def test_a_painting_has_its_shape_in_its_colour_at_its_place(motif):
     assert len(variants) == 5  # one place of the larger shape, four of the smaller
 
 
+@pytest.mark.thorough
 def test_half_of_the_captions_have_a_random_colour_and_place():
     # 1/2 + 1/2 · 1/3, 1/2 + 1/2 · 1/4 and 1/2 + 1/2 · 1/12; the shape is always right
     right = Counter()

@@ -150,6 +150,7 @@ def test_a_term_is_missing_if_the_tokens_do_not_decode_to_the_completion(store, 
     assert re.search(f"^{reward.name}: .*tokens", found["error"][0])
 
 
+@pytest.mark.thorough
 def test_the_same_rollouts_give_the_same_shard_in_another_worker(store, score):
     rollouts = write_completions(store, "1\n20\n", "3")
     assert score(rollouts, OUTCOME, STEPWISE).shards == score(rollouts, OUTCOME, STEPWISE).shards

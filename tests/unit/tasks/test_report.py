@@ -85,6 +85,7 @@ def test_a_run_that_is_deleted_while_a_command_reads_it_is_named(store, tmp_path
     assert not list(tmp_path.glob("*.*"))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("moment", "limit"), [("list_runs", None), ("list_runs", 1), ("_read_evaluations", None)])
 def test_a_run_that_is_deleted_while_runs_are_listed_is_omitted(store, tmp_path, monkeypatch, moment, limit):
     shutil.copytree(store, tmp_path / "store")
