@@ -149,8 +149,8 @@ def find_image_generation_conflicts(
             )
         if not reward.uses_images:
             yield (
-                f"reward {term!r} does not receive the pictures that {kind} generates. Use 'clip', 'clip_model', "
-                " a judge with images = 'prompt', or a target with a parameter `images`"
+                f"reward {term!r} does not receive the pictures that {kind} generates. Use 'clip', 'clip_model', a "
+                "judge with images = 'prompt', or a target with a parameter `images`"
             )
 
 
