@@ -29,18 +29,19 @@ from rheostat.infra.store.contracts import Store
 from rheostat.models.config.algorithms import Grpo
 from rheostat.models.config.engines import TransformersEngine
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy import ScratchPolicy, ScratchTower, VisionScratchPolicy
-from rheostat.models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
+from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.records.versions import policy_of
 from rheostat.models.records.work import RolloutWork, UpdateWork
 from rheostat.models.workers.rollout import RolloutWorker
 from rheostat.models.workers.update import UpdateWorker
 from rheostat.tasks.run.iteration import Iteration
+from tests.support.demos import demo_module
 from tests.support.loopback import free_port
 
 SIDE, TOKENS, ITERATIONS = 96, 32, 4
-POLICY = VisionScratchPolicy(
-    tower=ScratchTower(image_size=SIDE, patch_size=8, layers=4),
+SETTINGS, MODEL = (demo_module("vision", name) for name in ("scratch_vision", "scratch_idefics3"))
+POLICY = SETTINGS.VisionScratchPolicy(
+    tower=SETTINGS.ScratchTower(image_size=SIDE, patch_size=8, layers=4),
     decoder=ScratchPolicy(
         vocab_size=359, hidden_size=64, intermediate_size=192, layers=3, heads=4, kv_heads=2, context=256
     ),
@@ -196,9 +197,10 @@ def _write_inputs(directory: Path) -> tuple[Inputs, tuple[Path, ...]]:
     Each prompt is a question about one image. Return the job's inputs and the images of its training prompts.
     """
     questions = tuple(f"Picture {row}: Ana has {row % 7} pens. How many? " for row in range(PROMPTS + HELDOUT))
-    tokenizer = vision_tokenizer(POLICY, questions)
+    tokenizer = MODEL.vision_tokenizer(POLICY, questions)
     tokenizer.chat_template = TEMPLATE
-    save_vision_scratch(POLICY, build_vision_scratch(POLICY, tokenizer, seed=0), tokenizer, directory / "policy")
+    model = MODEL.build_vision_scratch(POLICY, tokenizer, seed=0)
+    MODEL.save_vision_scratch(POLICY, model, tokenizer, directory / "policy")
     rng, rows, pictures = np.random.default_rng(0), [], []
     for row, question in enumerate(questions):
         pictures.append(directory / f"{row}.png")

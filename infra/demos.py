@@ -22,6 +22,14 @@ FORMER_DATA_KINDS: Final = {
 }
 """Former values of `data.kind`, with the folder, module and class of the data source."""
 
+FORMER_POLICY_KINDS: Final = {
+    "scratch_diffusion": "paint/scratch_diffusion:ScratchDiffusionPolicy",
+    "seeing_scratch": "vision/scratch_vision:VisionScratchPolicy",
+    "scratch_vision": "vision/scratch_vision:VisionScratchPolicy",
+}
+"""Former values of `policy.kind`, with the folder, module and class. The first name of a class is the one that runs
+record."""
+
 FORMER_REWARD_KINDS: Final = {"painting": "models.rewards.painting:painting_reward"}
 """Former values of `kind` in `scoring.rewards`, with their former import strings."""
 

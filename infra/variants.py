@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args
 
 from pydantic import (
     AfterValidator,
@@ -89,7 +89,8 @@ class Target(Settings):
         """
         place = cls.former_kinds[kind]
         built = cls(target=register_demo(place)).build(base, options, context=context)
-        if find_former_name(type(built), cls.former_kinds) != kind:
+        recorded = find_former_name(type(built), cls.former_kinds)
+        if recorded is None or cls.former_kinds[recorded] != place:
             raise BadInput(
                 f"kind = {kind!r} names a class in the demonstration {place.partition('/')[0]!r}, but another module "
                 f"has the same name: {sys.modules[type(built).__module__].__file__}. Rename that module"
@@ -122,7 +123,8 @@ class Target(Settings):
 @dataclass(frozen=True)
 class OneOf:
     """Annotation that lists the alternative classes (variants) of a setting, among which users choose with `kind`. The
-    last one is a `Target`, which represents any class of the user."""
+    last one is a `Target`, which represents any class of the user. If the annotated type is a union, users' classes are
+    subclasses of its first member."""
 
     variants: tuple[type[Settings], ...]
 
@@ -131,6 +133,7 @@ class OneOf:
         user's class."""
         union = handler.generate_schema(Annotated[Union[self.variants], Field(discriminator="kind")])  # noqa: UP007
         target = self.variants[-1]
+        required: type[Variant] = next(iter(get_args(base)), base)
         assert issubclass(target, Target)
 
         def validated(value: object, read: Callable[[object], Settings], info: ValidationInfo) -> Settings:
@@ -138,12 +141,12 @@ class OneOf:
                 return value
             if isinstance(value, Mapping) and (kind := value.get("kind")) in [*target.former_kinds]:
                 options = {name: option for name, option in value.items() if name != "kind"}
-                return target.build_former(kind, base, options, context=info.context)
+                return target.build_former(kind, required, options, context=info.context)
             settings = read(value)
             if not isinstance(settings, Target):
                 return settings
             options = value.get("options", {}) if isinstance(value, Mapping) else settings.options
-            return settings.build(base, options, context=info.context)
+            return settings.build(required, options, context=info.context)
 
         def written(value: Variant, write: Callable[[Settings], Any], info: SerializationInfo) -> Any:  # noqa: ANN401
             if type(value) in self.variants:

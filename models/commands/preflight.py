@@ -121,11 +121,12 @@ def _is_repeatable(inputs: Inputs, parts: Sequence[Part]) -> bool:
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
+    sources = (inputs.policy, *inputs.scoring.judge_shapes.values())
     paths = (path for _, part in parts for stage in CACHED for path in find_checks(part, stage))
     return (
         not asks
         and inputs.rollout.environment is None
-        and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
+        and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines, *sources))
         and all(path.startswith("rheostat.") for path in paths)
     )
 

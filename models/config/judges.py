@@ -2,16 +2,16 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.store.inputs import ModelLocation
-from rheostat.infra.variants import Variant
+from rheostat.infra.variants import OneOf, Variant
 from rheostat.models.config.clip_rewards import ClipSettings
 from rheostat.models.config.endpoints import Endpoint
 from rheostat.models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
-from rheostat.models.config.policy import ScratchPolicy, VisionScratchPolicy
+from rheostat.models.config.policy import PolicySource, ScratchPolicy, TargetPolicy
 from rheostat.models.config.reward_terms import Granularity, RewardTerm, StepAggregation
 from rheostat.models.config.texts import AppendedTokens, ContinuingModel
 from rheostat.models.config.training import SupervisedWarmup
@@ -76,14 +76,24 @@ class TrainedJudge(JudgeModel):
     uses_chat_template = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
-    shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
-    """Model with which the judge's training starts: a decoder with random weights (`scratch`), a vision-language model
-    with random weights for a judge that is shown images (`scratch_vision`), or a copy of the policy after its warm-up
-    and preference training (`policy`)."""
+    shape: Annotated[PolicySource | PolicyShape, OneOf((ScratchPolicy, PolicyShape, TargetPolicy))] = ScratchPolicy()
+    """Model with which the judge's training starts: a decoder with random weights (`scratch`), a copy of the policy
+    after its warm-up and preference training (`policy`), or a model that your code writes (`target`), such as a
+    vision-language model for a judge that is shown images."""
     warmup: SupervisedWarmup = SupervisedWarmup()
     """Settings for the supervised training of the judge."""
     engine: EngineConfig = TransformersEngine()
     """Inference engine that runs the judge."""
+
+    @field_validator("shape", mode="after")
+    @classmethod
+    def _require_text(cls, shape: PolicySource | PolicyShape) -> PolicySource | PolicyShape:
+        if isinstance(shape, PolicySource) and shape.generates_images:
+            raise ValueError(
+                f"a judge outputs text, but policies of kind {shape.label!r} generate images. Use another shape, such "
+                "as 'scratch'"
+            )
+        return shape
 
     @property
     def begins_as_policy(self) -> bool:

@@ -1,17 +1,18 @@
 """Configuration of the initial policy of a run. Torch-free."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rheostat.infra.config import Positive, Settings, Since
+from rheostat.infra.demos import FORMER_POLICY_KINDS
 from rheostat.infra.errors import BadInput
-from rheostat.infra.renamed import RenamedFrom, RenamedValue
+from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.store.inputs import ModelLocation
-from rheostat.infra.variants import Variant
+from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.context import LongropeScale
 
 
@@ -78,77 +79,6 @@ class ScratchPolicy(PolicySource):
             raise ValueError(
                 f"heads is {self.heads}, but it must be a multiple of kv_heads, which is {self.kv_heads}. Change one "
                 "of them"
-            )
-        return self
-
-
-class ScratchTower(Settings):
-    """Vision tower (image encoder) of a small vision-language policy, with the architecture of Idefics3's vision
-    tower."""
-
-    image_size: Annotated[int, Field(ge=4, le=4096)] = 24
-    """Side length in pixels to which images are resized. Must be a multiple of patch_size x scale_factor."""
-    patch_size: Positive = 4
-    """Side length of an image patch in pixels."""
-    scale_factor: Positive = 2
-    """Number of patches along a side of the square that is merged into one image token: 2 merges 2 x 2 patches."""
-    hidden_size: Annotated[int, Field(ge=8)] = 64
-    """Size of the hidden state of a patch. Must be a multiple of `heads`."""
-    intermediate_size: Annotated[int, Field(ge=8)] = 128
-    """Hidden size of the MLP in each transformer block."""
-    layers: Positive = 2
-    """Number of transformer blocks."""
-    heads: Positive = 2
-    """Number of attention heads in each transformer block."""
-    initial_std: Annotated[float, Field(gt=0)] = 0.125
-    """Standard deviation of the normal distribution of the initial weights. The default is 1 / √64."""
-
-    @model_validator(mode="after")
-    def _require_divisible_sizes(self) -> "ScratchTower":
-        side = self.patch_size * self.scale_factor
-        if self.image_size % side:
-            raise ValueError(
-                f"image_size is {self.image_size}, but it must be a multiple of patch_size x scale_factor = {side}. "
-                "Change one of them"
-            )
-        if self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}. "
-                "Change one of them"
-            )
-        return self
-
-
-VISION_DECODER: Final = ScratchPolicy(
-    vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96, initial_std=0.125
-)
-
-
-class VisionScratchPolicy(PolicySource):
-    """Small vision-language policy with random weights: Idefics3's vision tower, and a decoder as in `kind =
-    "scratch"`."""
-
-    implementation = "rheostat.models.modeling.initial:write_vision_scratch"
-    inspection = "rheostat.models.inspection.directory:inspect_vision_scratch"
-
-    kind: Annotated[Literal["scratch_vision"], RenamedValue("seeing_scratch", "scratch_vision")] = "scratch_vision"
-    tower: ScratchTower = ScratchTower()
-    """Vision tower, which encodes images."""
-    decoder: ScratchPolicy = VISION_DECODER
-    """Decoder, which reads and generates tokens. Three tokens of its vocabulary represent images. Keys that you do not
-    set keep the default values shown here, which differ from those of `kind = "scratch"`."""
-
-    @field_validator("decoder", mode="before")
-    @classmethod
-    def _add_decoder_defaults(cls, value: object) -> object:
-        return {**VISION_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
-
-    @model_validator(mode="after")
-    def _require_image_tokens(self) -> "VisionScratchPolicy":
-        if self.decoder.vocab_size < 303:
-            raise ValueError(
-                f"decoder.vocab_size is {self.decoder.vocab_size}, but it must be at least 303, because images need 3 "
-                "tokens. Raise it"
             )
         return self
 
@@ -233,51 +163,15 @@ class DiffusionPolicy(PolicySource):
     """Directory with model_index.json on this machine or at s3://bucket/name, or a name on the Hugging Face Hub."""
 
 
-class ScratchDiffusionPolicy(PolicySource):
-    """Small text-to-image policy with random weights: the transformer of Stable Diffusion 3, on pixels instead of
-    latents."""
+class TargetPolicy(Target):
+    """User-defined source of the initial policy: a subclass of `rheostat.models.config.policy.PolicySource` (see
+    "Extending" in the documentation)."""
 
-    implementation = "rheostat.models.denoising.policy:write_scratch_diffusion"
-    inspection = "rheostat.models.denoising.policy:inspect_scratch_diffusion"
-    generates_images = True
-
-    kind: Literal["scratch_diffusion"] = "scratch_diffusion"
-    side: Annotated[int, Field(ge=4, le=256)] = 8
-    """Height and width, in pixels, of the pictures that the transformer generates. Stored pictures are enlarged 8
-    times."""
-    patch_size: Positive = 2
-    """Side length in pixels of the image patch that becomes one token."""
-    layers: Positive = 4
-    """Number of transformer blocks."""
-    heads: Positive = 4
-    """Number of attention heads in each transformer block."""
-    head_size: Annotated[int, Field(ge=4)] = 16
-    """Number of dimensions of each attention head."""
-    words: Annotated[int, Field(ge=4)] = 16
-    """Maximum length of a prompt in words and punctuation marks, including the start and end tokens."""
-    word_size: Annotated[int, Field(ge=4, multiple_of=2)] = 16
-    """Size of the embedding of a word in each of the two text encoders."""
-    shift: Annotated[float, Field(gt=0)] = 1.0
-    """Shift of the flow-matching noise schedule. Values above 1 move the steps towards high noise levels."""
-
-    @property
-    def picture_side(self) -> int:
-        """Height and width in pixels of the generated pictures, before stored copies are enlarged."""
-        return self.side
-
-    @model_validator(mode="after")
-    def _require_divisible_side(self) -> "ScratchDiffusionPolicy":
-        if self.side % self.patch_size:
-            raise ValueError(
-                f"side is {self.side}, but it must be a multiple of patch_size, which is {self.patch_size}. Change one "
-                "of them"
-            )
-        return self
+    former_kinds = FORMER_POLICY_KINDS
 
 
 PolicyConfig = Annotated[
-    ScratchPolicy | VisionScratchPolicy | DirectoryPolicy | MergePolicy | DiffusionPolicy | ScratchDiffusionPolicy,
-    Field(discriminator="kind"),
+    PolicySource, OneOf((ScratchPolicy, DirectoryPolicy, MergePolicy, DiffusionPolicy, TargetPolicy))
 ]
 
 

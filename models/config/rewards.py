@@ -7,7 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from rheostat.infra.config import Fraction, Settings
 from rheostat.infra.store.inputs import Program
 from rheostat.models.config.clip_rewards import ClipReward
-from rheostat.models.config.judges import ModelReward, ServedReward, TrainedRewardModel
+from rheostat.models.config.judges import ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
+from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.reward_terms import (
     BuiltInReward,
     CodeReward,
@@ -116,6 +117,14 @@ class ScoringConfig(Settings):
         """Rewards whose model runs in worker slots of the run, keyed by column name. Models behind HTTP endpoints are
         not included."""
         return {term: reward for term, reward in self.model_rewards.items() if reward.endpoint is None}
+
+    @property
+    def judge_shapes(self) -> dict[str, PolicySource]:
+        """Models from which the training of judges starts, keyed by column name. Judges that start as a copy of the
+        policy are not included."""
+        models = {term: reward.model for term, reward in self.model_rewards.items()}
+        shapes = {term: model.shape for term, model in models.items() if isinstance(model, TrainedJudge)}
+        return {term: shape for term, shape in shapes.items() if isinstance(shape, PolicySource)}
 
     @property
     def trained_reward_models(self) -> dict[str, ModelReward]:

@@ -16,7 +16,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.inputs import fetch_path
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.outline import ModelOutline
-from rheostat.models.config.policy import DiffusionPolicy, ModelShape, ScratchDiffusionPolicy
+from rheostat.models.config.policy import DiffusionPolicy, ModelShape
 from rheostat.models.denoising.families import (
     CLIP_TOKENS,
     DenoiserFamily,
@@ -36,7 +36,6 @@ from rheostat.models.denoising.pipeline import (
     load_part,
     read_pipeline,
 )
-from rheostat.models.denoising.scratch import scratch_model, word_tokenizer, write_scratch_pipeline
 from rheostat.models.inspection.directory import Inspected
 from rheostat.models.modeling.adapters import linear_layers
 from rheostat.models.modeling.checkpointing import checkpoint_denoiser
@@ -67,17 +66,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 # ---- writing
-def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a small text-to-image policy with random weights in a directory. Its tokenizer has one token for each word
-    of `texts`.
-
-    Returns the denoiser's number of parameters. Raises BadInput if a text has too many words.
-    """
-    parameters = write_scratch_pipeline(policy, directory, texts=texts, seed=seed)
-    byte_tokenizer().save_pretrained(directory)
-    return parameters
-
-
 def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Copy the pipeline of `policy.path` to a directory, and add the tokenizer that encodes prompts as bytes.
 
@@ -152,33 +140,14 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
 
 
 # ---- inspecting
-def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Return the size and limits of the small text-to-image policy that would be built from these settings and texts,
-    without building it.
-
-    Raises BadInput if a text has too many words.
-    """
-    model, tokenizer = scratch_model(policy), word_tokenizer(texts, context=policy.words)
-
-    def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
-        for source, text in prompts:
-            if (num_tokens := len(tokenizer(text)["input_ids"])) > policy.words:
-                raise BadInput(
-                    f"{source}: the prompt has {num_tokens} tokens, including start and end, but policy.words, the "
-                    f"maximum, is {policy.words}. Raise policy.words, or shorten the prompt."
-                )
-        return model.check(denoising)
-
-    described = _describe(model.family, model.denoiser, text=policy.words + 1)  # T5 is absent and counts as one token
-    return replace(described, check_drawing=check_drawing)
-
-
 def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspected:
     """Return the size and limits of the diffusers pipeline in `policy.path`. Raises BadInput if Rheostat cannot train
     it."""
     model = read_pipeline(fetch_path(policy.path))
     check_weights(model)
-    described = _describe(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
+    described = describe_denoiser(
+        model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits)
+    )
     return replace(described, check_drawing=partial(_check_drawing, model))
 
 
@@ -187,7 +156,9 @@ def _check_drawing(model: PipelineOutline, denoising: DenoisingConfig, prompts: 
     return model.check(denoising)
 
 
-def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
+def describe_denoiser(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
+    """Describe a text-to-image policy whose denoiser has this configuration, in the format of diffusers, without
+    building its weights. `text` is the number of prompt tokens that the denoiser reads."""
     with lock_model_construction(), FakeTensorMode(allow_non_fake_inputs=True):
         model = diffusers_class(family.denoiser).from_config(dict(config))
         measured = _measure_activations(model, family, text=text)

@@ -9,30 +9,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from transformers import PreTrainedTokenizerFast
 
-from rheostat.infra.plugins import find_target
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import check_function, find_target
 from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.variants import check_implementation
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.images import PixelLimits
 from rheostat.models.config.outline import ModelOutline
-from rheostat.models.config.policy import (
-    DirectoryPolicy,
-    MergePolicy,
-    ModelShape,
-    PolicySource,
-    ScratchPolicy,
-    VisionScratchPolicy,
-)
+from rheostat.models.config.policy import DirectoryPolicy, MergePolicy, ModelShape, PolicySource, ScratchPolicy
 from rheostat.models.engines.requests import generation_settings, stated_ends
 from rheostat.models.inspection.plain import DecoderSizes, read_plain
 from rheostat.models.text.tokenizer import find_chosen_pad_token, train_tokenizer
 from rheostat.models.untrusted_files.directory import check_untrusted_files
 from rheostat.models.vision.pixels import load_limited_processor
 from rheostat.models.vision.processor import VisionProcessor
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +80,25 @@ class Inspection(Protocol):
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe the initial policy of a run before it is created. If it needs a new tokenizer, the tokenizer is trained
-    on `texts`. Raises BadInput if the policy cannot be trained or cannot generate."""
-    inspect = find_target(policy.inspection, where=f"policy {policy.label!r}")
-    return cast(Inspection, inspect)(policy, texts)
+    on `texts`. Raises BadInput if the policy cannot be trained or cannot generate, or if the code of a user's policy
+    cannot be called."""
+    where = f"policy {policy.label!r}"
+    if not policy.ships_with("models"):  # importing our own writers takes seconds
+        check_implementation(policy, "policy", "directory", where="policy", named=("texts", "seed"))
+        check_function(policy.inspection, "policy", "texts", where=f"{where}: inspection {policy.inspection!r}")
+    found = cast(Inspection, find_target(policy.inspection, where=where))(policy, texts)
+    if not isinstance(found, Inspected):
+        raise BadInput(
+            f"{where}: inspection {policy.inspection!r} must return a {Inspected.__module__}.{Inspected.__name__}, but "
+            f"it returned {found!r:.80}"
+        )
+    return found
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train the tokenizer on `texts`, and describe the new decoder that a run would build with this tokenizer."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
-
-
-def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer on `texts`, and describe the new vision-language policy that a run would build with this
-    tokenizer."""
-    from rheostat.models.modeling.adapters import outline
-    from rheostat.models.modeling.critic import build_meta_critic
-    from rheostat.models.modeling.policy import policy_shape
-    from rheostat.models.modeling.vision_scratch import outline_vision_scratch, save_config_files, vision_tokenizer
-
-    tokenizer = vision_tokenizer(policy, texts)
-    model = outline_vision_scratch(policy, tokenizer)
-    shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
-
-    def load(limits: PixelLimits) -> VisionProcessor | None:
-        with TemporaryDirectory() as directory:
-            save_config_files(policy, model, tokenizer, Path(directory))
-            return load_limited_processor(Path(directory), limits)
-
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), load)
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
@@ -149,36 +136,58 @@ def inspect_directory(directory: Path, *, is_trained: bool = False, context: int
     return replace(inspected, load_processor=partial(load_limited_processor, directory), ends=ends)
 
 
-def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) -> Inspected:
-    """Describe the model in a directory by building it on the `meta` device. This is needed for directories whose sizes
-    cannot be read from config.json alone."""
+def inspect_model(
+    model: "PreTrainedModel",
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    source: str,
+    parameters: int | None = None,
+    context: int | None = None,
+    is_trained: bool = True,
+) -> Inspected:
+    """Describe a transformers model that was built on the `meta` device, so that it has shapes but no weights. `source`
+    names the model in messages. `parameters` is its number of parameters if it differs from that of `model`, and
+    `context` is the maximum sequence length if the model's configuration sets none.
+
+    Raises BadInput if `is_trained` is set and the model cannot be trained.
+    """
     from rheostat.models.modeling.adapters import outline
     from rheostat.models.modeling.critic import build_meta_critic
-    from rheostat.models.modeling.directory import check_directory, meta_policy
     from rheostat.models.modeling.experts import count_experts
     from rheostat.models.modeling.policy import policy_shape
     from rheostat.models.modeling.replayed_experts import can_replay
     from rheostat.models.modeling.shared_prompts import may_share_prompts, supports_sequence_parallelism
-    from rheostat.models.modeling.support import (
-        check_not_quantized,
-        check_trainable,
-        describe_decoding_conflict,
-        find_slow_chunk,
-    )
+    from rheostat.models.modeling.support import check_trainable, describe_decoding_conflict, find_slow_chunk
 
-    if is_trained:
-        check_not_quantized(directory)
-    config, tokenizer, parameters = check_directory(directory)
-    model = meta_policy(directory)
-    shape = policy_shape(config, parameters=parameters, source=str(directory), context=context)
+    count = model.num_parameters() if parameters is None else parameters
+    shape = policy_shape(model.config, parameters=count, source=source, context=context)
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
     slices, packs = supports_sequence_parallelism(model), may_share_prompts(model)
     shape = replace(shape, experts=experts, replays_experts=replays, slices=slices, packs=packs)
-    inspected = Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(config)))
+    inspected = Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)))
     if shape.vision_model_type:  # the forward pass of known vision-language models is tested with images
         return inspected
     if is_trained:
-        check_trainable(model, source=f"policy {directory}")
+        check_trainable(model, source=f"policy {source}")
     conflict, chunk = describe_decoding_conflict(model), find_slow_chunk(model)
     return replace(inspected, shape=replace(shape, decoding_conflict=conflict, slow_chunk_tokens=chunk))
+
+
+def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) -> Inspected:
+    """Describe the model in a directory by building it on the `meta` device. This is needed for directories whose sizes
+    cannot be read from config.json alone."""
+    from rheostat.models.modeling.directory import check_directory, meta_policy
+    from rheostat.models.modeling.support import check_not_quantized
+
+    if is_trained:
+        check_not_quantized(directory)
+    _, tokenizer, parameters = check_directory(directory)
+    return inspect_model(
+        meta_policy(directory),
+        tokenizer,
+        source=str(directory),
+        parameters=parameters,
+        context=context,
+        is_trained=is_trained,
+    )

@@ -84,8 +84,8 @@ def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> 
     for caption, picture in examples:
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
-                f"[warmup]: the picture of {caption!r} has {size[0]} x {size[1]} pixels, but policy.side requires "
-                f"{side} x {side}. Resize the pictures, or change policy.side."
+                f"[warmup]: the picture of {caption!r} has {size[0]} x {size[1]} pixels, but the policy "
+                f"generates images of {side} x {side} pixels. Resize the pictures, or change the policy's size."
             )
 
 

@@ -22,7 +22,7 @@ from rheostat.models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from rheostat.models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, VisionScratchPolicy
+from rheostat.models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy
 from rheostat.models.config.users import DirectoryUser, TrainedUser, UserModel
 from rheostat.models.data.problems import Problem, load_problems
 from rheostat.models.environments.user_view import user_texts
@@ -30,7 +30,6 @@ from rheostat.models.judges.prompts import vocabulary_texts
 from rheostat.models.modeling.directory import check_directory, copy_directory, copy_policy, record_context
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.modeling.reward_model import check_reward_model
-from rheostat.models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from rheostat.models.modeling.weighted_sum import find_parents, write_merge
 from rheostat.models.records.merges import MergeWork
 from rheostat.models.records.seeds import derive_seed
@@ -64,15 +63,6 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     model = build_scratch(policy, tokenizer, seed=seed)
     save_policy(model, tokenizer, directory)
-    return int(model.num_parameters())
-
-
-def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a vision-language policy with random weights and a tokenizer trained on `texts`. Return the number of
-    parameters."""
-    tokenizer = vision_tokenizer(policy, texts)
-    model = build_vision_scratch(policy, tokenizer, seed=seed)
-    save_vision_scratch(policy, model, tokenizer, directory)
     return int(model.num_parameters())
 
 

@@ -84,7 +84,13 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
     for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
         referenced[name] = sorted({*referenced.get(name, ()), *inner})
-    variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
+    variants = {
+        "data": config.data,
+        "policy": config.policy,
+        "algorithm": config.algorithm,
+        "loss": config.update.loss,
+        **{f"judge {term}": shape for term, shape in config.scoring.judge_shapes.items()},
+    }
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
     data = _digest_files(paths_by_name | referenced, known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run

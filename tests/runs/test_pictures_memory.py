@@ -18,7 +18,7 @@ SMALL, LARGE = 1 << 19, 1 << 23
 SEEING = (
     "data.kind=file",
     "data.images_column=images",
-    "policy.kind=scratch_vision",
+    "policy={kind='target',target='scratch_vision:VisionScratchPolicy'}",
     "iterations=1",
     "warmup.steps=2",
     "rollout.prompts=4",

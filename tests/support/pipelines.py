@@ -24,7 +24,6 @@ from rheostat.models.config.denoising import CpsSampler, DanceSampler, DdimSampl
 from rheostat.models.config.engines import DiffusersEngine
 from rheostat.models.denoising.pipeline import read_pipeline
 from rheostat.models.denoising.policy import byte_tokenizer
-from rheostat.models.denoising.scratch import word_tokenizer
 from rheostat.models.engines.image_generation import DiffusersImageEngine
 from rheostat.models.engines.protocol import Completion, Request
 from rheostat.models.records.media import Gallery
@@ -33,6 +32,7 @@ from rheostat.models.records.pictures import Picture
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.text.tokenizer import load_tokenizer
 from rheostat.models.vision.color_conversion import decode_rgb
+from tests.support.demos import demo_module
 
 PROMPTS = ("red square left", "a blue disc above two green squares", "green disc")
 """Prompts of different lengths."""
@@ -42,7 +42,7 @@ CONTEXT = 12
 
 def words(context: int = CONTEXT) -> PreTrainedTokenizerFast:
     """Build a tokenizer of the words of the prompts. Other words are one unknown token."""
-    return word_tokenizer(PROMPTS, context=context)
+    return demo_module("paint", "scratch_pipeline").word_tokenizer(PROMPTS, context=context)
 
 
 def clip(kind: type, **options: object) -> torch.nn.Module:

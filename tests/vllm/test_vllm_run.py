@@ -120,7 +120,8 @@ kind = "target"
 target = "pictures:PicturesData"
 options = { train_problems = 6, heldout_problems = 8 }
 [policy]
-kind = "scratch_vision"
+kind = "target"
+target = "scratch_vision:VisionScratchPolicy"
 [warmup]
 steps = 10
 [rollout]

@@ -17,8 +17,7 @@ PAINTINGS = (
     "rollout.group_size=2",
     "rollout.engine.kind=diffusers",
     "rollout.denoising={text_tokens=1,window={size=3,first=0,last=0}}",
-    "policy.kind=scratch_diffusion",
-    "policy.layers=1",
+    "policy={kind='target',target='scratch_diffusion:ScratchDiffusionPolicy',options={layers=1}}",
 )
 """Job whose policy generates paintings."""
 
@@ -64,15 +63,15 @@ def test_the_painting_reward_finds_its_references_in_both_splits():
 @pytest.mark.thorough
 def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
     warmup = "warmup={steps=1,batch_size=2}"
-    with pytest.raises(BadInput, match=r"\[warmup\]: .*8 x 8 pixels, but policy\.side requires 16 x 16"):
-        check_job(*PAINTINGS, "policy.side=16", warmup)
-    facts = check_job(*PAINTINGS, "policy.side=8", warmup)
+    with pytest.raises(BadInput, match=r"\[warmup\]: .*8 x 8 pixels, but the policy generates images of 16 x 16"):
+        check_job(*PAINTINGS, "policy.options.side=16", warmup)
+    facts = check_job(*PAINTINGS, "policy.options.side=8", warmup)
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]
 
 
 @pytest.mark.thorough
 def test_layers_of_a_denoiser_are_recomputed_above_a_certain_size_unless_configured_otherwise():
-    large = ("policy.layers=6", "policy.heads=8")
+    large = ("policy.options.layers=6", "policy.options.heads=8")
 
     def check_update(*overrides: str, recomputes: str = "") -> dict[str, float]:
         update = (f"update.activation_checkpointing={recomputes}", f"update.microbatch_tokens={2**16}")

@@ -5,12 +5,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy import DiffusionPolicy, ScratchDiffusionPolicy
+from rheostat.models.config.policy import DiffusionPolicy
 from rheostat.models.denoising.families import CLIP_TOKENS, select_conditions, zero_condition
 from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
-from rheostat.models.denoising.policy import inspect_diffusion, inspect_scratch_diffusion, write_scratch_diffusion
+from rheostat.models.denoising.policy import inspect_diffusion
+from rheostat.models.inspection.directory import inspect_policy
 from rheostat.models.inspection.memory import MicrobatchSizes, microbatch_bytes
+from rheostat.models.modeling import initial
 from rheostat.models.modeling.checkpointing import checkpoint_denoiser
+from tests.support.demos import demo_part
 from tests.support.processes import preload
 
 preload(__name__)
@@ -100,9 +103,9 @@ def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
 
 
 def test_estimates_of_a_scratch_policy_equal_measurements(tmp_path):
-    policy, texts = ScratchDiffusionPolicy(), ["red square left"]
-    outline = inspect_scratch_diffusion(policy, texts).outline
-    assert write_scratch_diffusion(policy, tmp_path, texts=texts, seed=0) == outline.parameters
+    policy, texts = demo_part("paint/scratch_diffusion:ScratchDiffusionPolicy")(), ["red square left"]
+    outline = inspect_policy(policy, texts).outline
+    assert initial.write_policy(policy, tmp_path, texts=texts, seed=0) == outline.parameters
     model, found = load_denoiser(tmp_path), read_pipeline(tmp_path).family
     kept, products = kept_by(model, (3, 8, 8), policy.words + 1, found)
     assert outline.kept_numbers * outline.blocks * 16 == pytest.approx(kept, rel=0.02)

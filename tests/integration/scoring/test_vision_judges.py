@@ -15,7 +15,6 @@ from rheostat.models.config.algorithms import Grpo
 from rheostat.models.config.data import FileData
 from rheostat.models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy import VisionScratchPolicy
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.training import SupervisedWarmup
 from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
@@ -25,8 +24,8 @@ from rheostat.models.inspection.images import check_judge_images
 from rheostat.models.inspection.other_models import check_served_model
 from rheostat.models.judges.prompts import build_question_text, question_about
 from rheostat.models.judges.votes import Ballot, JudgedCompletion
+from rheostat.models.modeling import initial
 from rheostat.models.modeling.policy import load_policy
-from rheostat.models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from rheostat.models.records.media import MEDIA
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import JudgeWarmupWork, JudgeWork, RewardModelPreparation
@@ -299,7 +298,8 @@ def test_the_tokens_of_images_count_towards_the_context_of_a_judge(tmp_path):
 # ---- trained by the run
 
 DECODER = {"vocab_size": 310, "hidden_size": 64, "intermediate_size": 128, "heads": 2, "kv_heads": 2, "context": 96}
-SHAPE = VisionScratchPolicy.model_validate({"decoder": DECODER})
+SmallVisionPolicy = demo_part("vision/scratch_vision:VisionScratchPolicy")
+SHAPE = SmallVisionPolicy.model_validate({"decoder": DECODER})
 
 
 def train_judge(home: Path, warmup: SupervisedWarmup) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
@@ -340,9 +340,8 @@ def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
     problems = load_problems(
         demo_part("vision/pictures:PicturesData")(train_problems=4, heldout_problems=1), "train", 0
     )
-    policy = VisionScratchPolicy()
-    tokenizer = vision_tokenizer(policy, problem_texts(problems))
-    save_vision_scratch(policy, build_vision_scratch(policy, tokenizer, seed=0), tokenizer, tmp_path)
+    policy = SmallVisionPolicy()
+    initial.write_policy(policy, tmp_path, texts=problem_texts(problems), seed=0)
     prompts = tokenize_problems(problems, load_tokenizer(tmp_path), load_processor(tmp_path))
     reward = JudgeReward(name="eyes", model=TrainedJudge(shape=policy), images="prompt", verdict=LogprobVerdict())
     for problem, prompt in zip(problems, prompts, strict=True):

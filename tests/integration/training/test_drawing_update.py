@@ -16,13 +16,12 @@ from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.engines import DiffusersEngine
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import NoCorrection, PpoClip, UpdateConfig
-from rheostat.models.config.policy import ScratchDiffusionPolicy
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
-from rheostat.models.denoising.policy import write_scratch_diffusion
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
 from rheostat.models.engines.image_generation import DiffusersImageEngine
 from rheostat.models.engines.protocol import Request
+from rheostat.models.modeling import initial
 from rheostat.models.modeling.layout import lay_out
 from rheostat.models.records.media import MEDIA, Gallery, Media
 from rheostat.models.records.model_input import ModelInput
@@ -31,13 +30,14 @@ from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import UpdateWork
 from rheostat.models.text.tokenizer import load_tokenizer
+from tests.support.demos import demo_part
 from tests.support.processes import preload
 from tests.support.update_workers import change, gradients, start_worker
 
 preload(__name__)
 
 PROMPTS, GROUP, LEARNT = ("red square left", "blue circle"), 3, range(1, 4)
-POLICY = ScratchDiffusionPolicy(layers=2, heads=2, head_size=8)
+POLICY = demo_part("paint/scratch_diffusion:ScratchDiffusionPolicy")(layers=2, heads=2, head_size=8)
 DRAWN = DenoisingConfig(steps=6, text_tokens=1)
 MOVED = (-0.5, 0.1, 0.5)
 CLIP, COEFFICIENT = 0.2, 0.1
@@ -53,7 +53,7 @@ CONFIG = UpdateConfig(
 
 def publish(uri: str, *, seed: int) -> ModelVersion:
     directory = Path(uri, f"scratch-{seed}")
-    write_scratch_diffusion(POLICY, directory, texts=PROMPTS, seed=seed)
+    initial.write_policy(POLICY, directory, texts=PROMPTS, seed=seed)
     return ModelVersion(version=0, weights=publish_bundle(open_store(f"{uri}/run"), directory, prefix="policies"))
 
 

@@ -17,7 +17,6 @@ from rheostat.models.config.algorithms import DistillationOnly
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
 from rheostat.models.config.images import PixelLimits
 from rheostat.models.config.lora import LoraConfig
-from rheostat.models.config.policy import VisionScratchPolicy
 from rheostat.models.config.teachers import Distillation, TeacherDirectory
 from rheostat.models.config.texts import TextRules
 from rheostat.models.config.training import SupervisedWarmup
@@ -40,6 +39,7 @@ from rheostat.models.vision import tower
 from rheostat.models.vision.parts import part_of
 from rheostat.models.vision.processor import load_processor
 from rheostat.models.workers.rollout import RolloutWorker
+from tests.support.demos import demo_part
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -240,8 +240,11 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     assert learnt.metrics["loss_last"] < 0.1 < learnt.metrics["loss_first"]
 
 
+SmallVisionPolicy = demo_part("vision/scratch_vision:VisionScratchPolicy")
+
+
 def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads_in_transformers(tmp_path):
-    policy = VisionScratchPolicy()
+    policy = SmallVisionPolicy()
     described = inspect_policy(policy, iterate_texts(DATA, 0))
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
@@ -258,7 +261,7 @@ def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads
 
 
 def test_a_vision_language_policy_from_scratch_has_weights_of_the_configured_spread(tmp_path):
-    policy = VisionScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
+    policy = SmallVisionPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
     initial.write_policy(policy, tmp_path, texts=iterate_texts(DATA, 0), seed=3)
     for name, weight in load_policy(tmp_path).named_parameters():
         if weight.ndim > 1:

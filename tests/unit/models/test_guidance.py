@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rheostat.models.config.denoising import DenoisingConfig
-from rheostat.models.config.policy import ScratchDiffusionPolicy
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
-from rheostat.models.denoising.policy import write_scratch_diffusion
 from rheostat.models.denoising.steps import GenerationSetup
+from rheostat.models.modeling import initial
+from tests.support.demos import demo_part
 
 PROMPTS = ("a red circle", "blue")
 
@@ -16,8 +16,8 @@ PROMPTS = ("a red circle", "blue")
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("policy")
-    policy = ScratchDiffusionPolicy(layers=1, heads=2, head_size=8)
-    write_scratch_diffusion(policy, directory, texts=PROMPTS, seed=0)
+    policy = demo_part("paint/scratch_diffusion:ScratchDiffusionPolicy")(layers=1, heads=2, head_size=8)
+    initial.write_policy(policy, directory, texts=PROMPTS, seed=0)
     return directory
 
 

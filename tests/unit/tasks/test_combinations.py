@@ -29,7 +29,7 @@ ENDPOINT = (
 )
 DIFFUSION = (
     "data={kind='target',target='paintings:PaintingsData'}",
-    "policy.kind=scratch_diffusion",
+    "policy={kind='target',target='scratch_diffusion:ScratchDiffusionPolicy'}",
     "rollout.denoising.steps=6",
     "rollout.engine.kind=diffusers",
     "scoring.rewards=[{kind='target',name='painting',target='painting:painting',checks_references=true}]",

@@ -12,15 +12,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from rheostat.infra.config import PoolsConfig, Settings, describe_difference
 from rheostat.infra.errors import BadInput
-from rheostat.models.config.policy import VisionScratchPolicy
 from rheostat.tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
 from rheostat.tasks.run.rescorings import RecreditTerms
 from tests.support.configurations import accepted, refusal
+from tests.support.demos import demo_part
 
 
 def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
-    decoder = accepted("policy.kind=scratch_vision", "policy.decoder.context=160").policy.decoder
-    assert decoder == VisionScratchPolicy().decoder.model_copy(update={"context": 160})
+    decoder = accepted(
+        "policy.kind=target",
+        "policy.target=scratch_vision:VisionScratchPolicy",
+        "policy.options.decoder.context=160",
+    ).policy.decoder
+    assert decoder == demo_part("vision/scratch_vision:VisionScratchPolicy")().decoder.model_copy(
+        update={"context": 160}
+    )
     assert parse_config({}, source="nothing") == RunConfig()
 
 

@@ -12,7 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
 from rheostat.flows.cli.app import main
-from rheostat.infra.demos import DEMOS, FORMER_DATA_KINDS, FORMER_TARGETS, demo_names
+from rheostat.infra.demos import DEMOS, FORMER_DATA_KINDS, FORMER_POLICY_KINDS, FORMER_TARGETS, demo_names
 from rheostat.infra.errors import BadInput, DeprecatedSpelling
 from rheostat.infra.plugins import TARGETS, find_target
 from rheostat.models.data.problems import load_problems
@@ -68,6 +68,43 @@ def test_a_former_kind_is_read_from_stored_runs_messages_and_parameters_of_deplo
 
     schema = parameter_schema(flow).model_dump_for_openapi()
     assert validate({"config": config.model_dump(mode="json")}, schema) == []
+
+
+IMAGES = {
+    "rollout": {"denoising": {"steps": 6}, "engine": {"kind": "diffusers"}},
+    "scoring": {"rewards": [{"kind": "target", "target": "painting:painting"}]},
+}
+"""Settings that a text-to-image policy needs."""
+
+
+@pytest.mark.parametrize("kind", FORMER_POLICY_KINDS)
+def test_a_former_kind_of_policy_gives_the_same_run_as_the_demonstration_and_one_warning(kind, tmp_path):
+    demo, _, target = FORMER_POLICY_KINDS[kind].partition("/")
+    options = {"layers": 2} if demo == "paint" else {"decoder": {"context": 160}}
+    rest = IMAGES if demo == "paint" else {}
+    old, [warned] = read({"policy": {"kind": kind, **options}, **rest}, tmp_path)
+    new, silent = read({"policy": {"kind": "target", "target": target, "options": options}, **rest}, tmp_path)
+    assert (old, old.identity(), silent) == (new, new.identity(), [])
+    recorded = old.identity()["policy"]["kind"]
+    assert recorded == kind or (recorded, kind) == ("seeing_scratch", "scratch_vision")
+    assert warned == (
+        f"{tmp_path}/job.toml: policy.kind = {kind!r} is deprecated. Write kind = 'target' and target = {target!r}, "
+        f"with {target.partition(':')[0]}.py from `rheostat init DIR --example {demo}`."
+    )
+    assert parse_config(old.identity(), source="run", recorded=True).identity() == old.identity()
+    assert RunConfig.model_validate_json(old.model_dump_json()) == old
+    assert not any(dependencies_of(old).code.values()), "the version of Rheostat covers the code"
+
+
+def test_a_former_kind_is_the_shape_of_a_judge_unless_it_generates_images(tmp_path):
+    judge = {"kind": "judge", "model": {"kind": "trained", "shape": {"kind": "scratch_vision"}}}
+    config, [warned] = read({"scoring": {"rewards": [judge]}}, tmp_path)
+    assert "scoring.rewards.model.shape.kind = 'scratch_vision'" in warned
+    assert config.identity()["scoring"]["rewards"][0]["model"]["shape"]["kind"] == "seeing_scratch"
+    assert parse_config(config.identity(), source="run", recorded=True).identity() == config.identity()
+    judge["model"]["shape"]["kind"] = "scratch_diffusion"
+    with pytest.raises(BadInput, match=r"a judge outputs text, but .*ScratchDiffusionPolicy' generate images"):
+        read({"scoring": {"rewards": [judge]}}, tmp_path)
 
 
 @pytest.mark.thorough

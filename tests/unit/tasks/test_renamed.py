@@ -49,7 +49,7 @@ class Case(BaseModel):
 CASES = [
     Case.model_validate(case) for case in tomllib.loads(Path(__file__).with_name("renamed.toml").read_text())["case"]
 ]
-BOTH_KEYS = [case for case in CASES if case.leaves[0] not in ("return", "seeing_scratch")]
+BOTH_KEYS = [case for case in CASES if case.leaves[0] != "return"]
 WARNED = "ignore::rheostat.infra.errors.DeprecatedSpelling"
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.old.partition(" = ")[0])
 

@@ -22,12 +22,16 @@ from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.engines import EngineSettings, SamplingConfig
 from rheostat.models.data.problems import load_problems
 from rheostat.models.engines.protocol import Request, build_engine, check_implemented
+from rheostat.models.inspection.directory import inspect_directory, inspect_policy
 from rheostat.models.inspection.facts import Inputs
+from rheostat.models.modeling.initial import iterate_texts
+from rheostat.models.modeling.initial import write_policy as write_initial
 from rheostat.models.objectives.losses import policy_loss
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.records.versions import ModelVersion
 from rheostat.placement.policies.build import build_policy
 from rheostat.tasks.config.run import RunConfig, override_config
+from rheostat.tasks.run.dependencies import dependencies_of
 from tests.support.experiences import NAN, Drawn, experience
 from tests.support.losses import doubles, pass_tokens
 from tests.support.pages import EXTENDING, write_page
@@ -53,6 +57,7 @@ from rheostat.models.config.algorithms import Algorithm, GroupRelative
 from rheostat.models.config.data import DataSource
 from rheostat.models.config.engines import EngineSettings, SamplingConfig
 from rheostat.models.config.objectives import PolicyLoss
+from rheostat.models.config.policy import PolicySource
 
 class Bare(Algorithm):
     pass
@@ -94,6 +99,30 @@ class Loose(PolicyLoss):
 def loose(logprobs, old):
     return None
 
+class Blind(PolicySource):
+    implementation = "my_policy_model:write"
+
+class Seedless(PolicySource):
+    implementation = "my_faults:write_seedless"
+    inspection = "my_policy_model:inspect"
+
+def write_seedless(policy, directory, *, texts):
+    return 1
+
+class Textless(PolicySource):
+    implementation = "my_policy_model:write"
+    inspection = "my_faults:inspect_textless"
+
+def inspect_textless(policy):
+    return None
+
+class Mute(PolicySource):
+    implementation = "my_policy_model:write"
+    inspection = "my_faults:inspect_nothing"
+
+def inspect_nothing(policy, texts):
+    return None
+
 class Staged(DataSource):
     implementation = "my_data:sums"
     checks = {"polcy": "my_faults:check"}
@@ -114,8 +143,8 @@ def read(folder: Path, *overrides: str) -> RunConfig:
 
 def test_a_configuration_has_objects_of_the_classes_that_it_names(folder):
     config = read(folder)
-    parts = [config.algorithm, config.update.loss, config.rollout.engine, config.data]
-    assert [type(part).__name__ for part in parts] == ["Winners", "SoftClip", "Monkeys", "Sums"]
+    parts = [config.algorithm, config.update.loss, config.rollout.engine, config.data, config.policy]
+    assert [type(part).__name__ for part in parts] == ["Winners", "SoftClip", "Monkeys", "Sums", "SmallOlmo"]
     assert config.algorithm.overlong.buffer == 4
     assert config.update.loss.aggregation.kind == "sequence"
     assert pickle.loads(pickle.dumps(config.algorithm)) == config.algorithm, "workers receive the same object"
@@ -150,6 +179,10 @@ def test_a_configuration_is_written_as_it_was_read_with_every_default(folder):
         ("rollout.engine.target=my_engine:Monkey", ["rollout.engine", "'Monkey'"]),
         ("data.options.largest=many", ["data", "'my_data:Sums'", "largest", "integer"]),
         ("data.target=my_data", ["data.target", "module:function"]),
+        ("policy.target=my_policy:SmallOlm", ["policy", "'SmallOlm'", "'SmallOlmo'"]),
+        ("policy.target=my_data:Sums", ["rheostat.models.config.policy:PolicySource", "<class"]),
+        ("policy.target=my_faults:Blind policy.options=", ["class variable 'inspection'"]),
+        ("policy.options.width=18", ["policy", "'my_policy:SmallOlmo'", "width", "multiple of 4"]),
         ("rollout.group_size=1", ["1", "my_algorithm:Winners", "group"]),
         ("algorithm.options.exponent=2 update.loss.kind=gspo", ["algorithm.options.exponent 2", "'gspo'"]),
     ],
@@ -202,6 +235,41 @@ def test_a_data_source_returns_problems_and_its_exceptions_are_bad_input(folder)
     broken = fault(folder, "data", "Numbers").model_copy(update={"broken": True})
     with pytest.raises(BadInput, match="OSError: no such bucket"):
         load_problems(broken, "train", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Seedless", ["policy 'my_faults:Seedless'", "(policy, directory, texts=…, seed=…)"]),
+        ("Textless", ["'my_faults:inspect_textless'", "(policy, texts)"]),
+        ("Mute", ["'my_faults:inspect_nothing' must return", "inspection.directory.Inspected", "None"]),
+    ],
+)
+def test_code_of_a_policy_that_does_not_fit_is_refused_before_anything_starts(folder, name, expected):
+    with pytest.raises(BadInput) as refused:
+        inspect_policy(fault(folder, "policy", name), ["1 + 1 = 2"])
+    assert [part for part in expected if part not in str(refused.value)] == []
+
+
+def test_the_policy_of_the_page_has_the_described_sizes_and_the_same_files_for_the_same_seed(folder, tmp_path):
+    config = read(folder)
+    texts = [*iterate_texts(config.data, 0)]
+    described = inspect_policy(config.policy, texts)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        assert write_initial(config.policy, tmp_path / name, texts=texts, seed=3) == described.shape.parameters
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert one == two and "model.safetensors" in one
+    found = inspect_directory(tmp_path / "one", is_trained=True)
+    assert (found.shape, found.outline) == (described.shape, described.outline)
+    assert described.sizes()["layers"] == 2
+
+
+def test_code_of_a_policy_and_of_the_shape_of_a_judge_are_dependencies_of_a_run(folder):
+    shape = "{kind='target',target='my_policy:SmallOlmo'}"
+    config = read(folder, f"scoring.rewards=[{{kind='judge',model={{kind='trained',shape={shape}}}}}]")
+    for name in ("policy my_policy:SmallOlmo", "judge judge my_policy:SmallOlmo"):
+        assert dependencies_of(config).code[name].keys() == {"my_policy", "my_policy_model"}
 
 
 def test_the_algorithm_of_the_page_assigns_the_reward_above_the_mean_to_every_token(folder):

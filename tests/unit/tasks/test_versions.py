@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from rheostat.infra.config import Settings, Since, adopt_recorded, encode_recorded, read_recorded, since_of
-from rheostat.infra.demos import FORMER_DATA_KINDS
+from rheostat.infra.demos import FORMER_DATA_KINDS, FORMER_POLICY_KINDS
 from rheostat.infra.errors import RunChanged
 from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.store.chain import Link
@@ -45,9 +45,9 @@ def settings_in(annotation):
         yield from settings_in(part)
 
 
-def recorded_models():
-    """Return every class of settings that a run's identity or a stored record consists of, by name."""
-    waiting = [*RECORDS, RunConfig]
+def recorded_models(*roots):
+    """Return every class of settings that these classes consist of, by name."""
+    waiting = [*roots]
     found = dict[str, type[BaseModel]]()
     while waiting:
         model = waiting.pop()
@@ -60,9 +60,9 @@ def recorded_models():
     return found
 
 
-DEMONSTRATIONS = {part.__name__: part for part in map(demo_part, FORMER_DATA_KINDS.values())}
+FORMER_KINDS = [*map(demo_part, {*FORMER_DATA_KINDS.values(), *FORMER_POLICY_KINDS.values()})]
 """Classes in demonstrations that stored runs name by a former `kind`."""
-MODELS = recorded_models() | DEMONSTRATIONS
+MODELS = recorded_models(*RECORDS, RunConfig, *FORMER_KINDS)
 
 
 def recorded_name(name, field):
@@ -90,7 +90,7 @@ def test_no_key_of_a_stored_run_is_unknown_today():
     for name, keys in KEYS.items():
         assert name in MODELS, f"{name}: stored runs have this table; a reader for it is needed"
         known = {recorded_name(key, field) for key, field in MODELS[name].model_fields.items()}
-        known |= {"kind"} if name in DEMONSTRATIONS else set()
+        known |= {"kind"} if MODELS[name] in FORMER_KINDS else set()
         assert not {*keys} - known, f"{name}: stored runs have keys without a reader"
 
 

@@ -6,19 +6,23 @@ random embedding. The policy has no VAE: its latents are RGB pixels, and each of
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
+from scratch_diffusion import ScratchDiffusionPolicy
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput
-from rheostat.models.config.policy import ScratchDiffusionPolicy
+from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.denoising.families import diffusers_class, process_tree
 from rheostat.models.denoising.pipeline import PipelineOutline
+from rheostat.models.denoising.policy import byte_tokenizer, describe_denoiser
+from rheostat.models.inspection.directory import Inspected
 from rheostat.models.modeling.policy import lock_model_construction
 from rheostat.models.text.tokenizer import EOS, PAD
 
@@ -61,8 +65,9 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
     )
 
 
-def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a small text-to-image policy with random weights, and save it as a diffusers pipeline.
+def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+    """Build a small text-to-image policy with random weights in a directory, as a pipeline of diffusers. Its tokenizer
+    has one token for each word of `texts`.
 
     Returns the denoiser's number of parameters. Raises BadInput if one of the `texts` has too many words for
     `policy.words`.
@@ -84,7 +89,30 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
             tokenizer_3=None,
         )
         pipe.save_pretrained(directory, safe_serialization=True)
+    byte_tokenizer().save_pretrained(directory)
     return int(denoiser.num_parameters())
+
+
+def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[str]) -> Inspected:
+    """Return the size and limits of the small text-to-image policy that would be built from these settings and texts,
+    without building it.
+
+    Raises BadInput if a text has too many words.
+    """
+    model, tokenizer = scratch_model(policy), word_tokenizer(texts, context=policy.words)
+
+    def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
+        for source, text in prompts:
+            if (num_tokens := len(tokenizer(text)["input_ids"])) > policy.words:
+                raise BadInput(
+                    f"{source}: the prompt has {num_tokens} tokens, including start and end, but policy.words, the "
+                    f"maximum, is {policy.words}. Raise policy.words, or shorten the prompt."
+                )
+        return model.check(denoising)
+
+    # T5 is absent and counts as one token
+    described = describe_denoiser(model.family, model.denoiser, text=policy.words + 1)
+    return replace(described, check_drawing=check_drawing)
 
 
 def scratch_model(policy: ScratchDiffusionPolicy) -> PipelineOutline:

@@ -3,10 +3,13 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import torch
+from scratch_vision import VisionScratchPolicy
 from transformers import (
     AutoModelForImageTextToText,
     Idefics3Config,
@@ -15,12 +18,38 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rheostat.models.config.policy import VisionScratchPolicy
+from rheostat.models.config.images import PixelLimits
+from rheostat.models.inspection.directory import Inspected, inspect_model
 from rheostat.models.modeling.policy import lock_model_construction, save_policy, scratch_config
 from rheostat.models.text.tokenizer import train_tokenizer
+from rheostat.models.vision.pixels import load_limited_processor
+from rheostat.models.vision.processor import VisionProcessor
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _SPECIAL: Final = (IMAGE, AROUND, WHOLE)
+
+
+def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+    """Build a vision-language policy with random weights and a tokenizer trained on `texts`. Return the number of
+    parameters."""
+    tokenizer = vision_tokenizer(policy, texts)
+    model = build_vision_scratch(policy, tokenizer, seed=seed)
+    save_vision_scratch(policy, model, tokenizer, directory)
+    return int(model.num_parameters())
+
+
+def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
+    """Train the tokenizer on `texts`, and describe the new vision-language policy that a run would build with this
+    tokenizer."""
+    tokenizer = vision_tokenizer(policy, texts)
+    model = outline_vision_scratch(policy, tokenizer)
+
+    def load(limits: PixelLimits) -> VisionProcessor | None:
+        with TemporaryDirectory() as directory:
+            save_config_files(policy, model, tokenizer, Path(directory))
+            return load_limited_processor(Path(directory), limits)
+
+    return replace(inspect_model(model, tokenizer, source=policy.label), load_processor=load)
 
 
 def vision_tokenizer(policy: VisionScratchPolicy, texts: Iterable[str]) -> PreTrainedTokenizerFast:
