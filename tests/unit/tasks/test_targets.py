@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import register_demo
 from rheostat.infra.store.bundles import BundleRef
 from rheostat.infra.variants import Variant, check_implementation
 from rheostat.models.algorithms.advantages import check_algorithm, token_advantages
@@ -263,6 +264,17 @@ def test_the_policy_of_the_page_has_the_described_sizes_and_the_same_files_for_t
     found = inspect_directory(tmp_path / "one", is_trained=True)
     assert (found.shape, found.outline) == (described.shape, described.outline)
     assert described.sizes()["layers"] == 2
+
+
+@pytest.mark.parametrize(("policy", "is_cached"), [("scratch", True), ("my_policy:SmallOlmo", False)])
+def test_checks_of_a_policy_of_a_user_are_not_cached(folder, tmp_path, policy, is_cached):
+    register_demo("dialogue/measures:MeasuresData")
+    data = "data={kind='target',target='measures:MeasuresData',options={train_problems=64,heldout_problems=8}}"
+    chosen = f"policy={{kind='target',target='{policy}'}}" if ":" in policy else f"policy.kind={policy}"
+    sizes = ("rollout.prompts=4", "rollout.sampling.max_new_tokens=8", "evaluation.problems=4")
+    config = override_config({}, [data, chosen, *sizes], source="job.toml")
+    check(Inputs.model_validate_json(config.model_dump_json()), cache=tmp_path / "checks")
+    assert (tmp_path / "checks").exists() == is_cached
 
 
 def test_code_of_a_policy_and_of_the_shape_of_a_judge_are_dependencies_of_a_run(folder):
