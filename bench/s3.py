@@ -79,7 +79,7 @@ def _requests(server: S3Server, home: Path) -> Table:
     """
     overrides = {
         "iterations": 2,
-        "data.train_problems": 4 * SHARDS,
+        "data.options.train_problems": 4 * SHARDS,
         "rollout.prompts": SHARDS,
         "rollout.shard_prompts": 1,
         "rollout.group_size": 2,

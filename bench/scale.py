@@ -117,7 +117,8 @@ def measure() -> list[Table]:
 def run_iterations(home: Path, *, iterations: int) -> list[HundredIterations]:
     """Run iterations without workers, and return one measurement per 100 iterations. The run is stored in `home`."""
     prompts = SHARDS * SHARD_PROMPTS
-    document = {"name": "long", "rollout": {"prompts": prompts, "shard_prompts": SHARD_PROMPTS}}
+    rollout = {"prompts": prompts, "shard_prompts": SHARD_PROMPTS}
+    document = {"name": "long", "data": {"kind": "file", "path": "problems.jsonl"}, "rollout": rollout}
     settings = parse_config(document, source="bench")
     run = create_run(str(home), settings.name, settings.identity())
     hundreds = []

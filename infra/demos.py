@@ -14,7 +14,14 @@ from typing import Final
 DEMOS: Final = (Path(__file__).parent / "deploy" / "configs" / "demos").resolve()
 """Folder of all demonstrations. In a checkout, this is configs/demos, to which infra/deploy/configs is a link."""
 
+EXAMPLES: Final = DEMOS.parent
+"""Folder of the example jobs, which contains the folder of the demonstrations."""
+
+SHARED_MODULES: Final = frozenset({EXAMPLES / "arithmetic.py"})
+"""Modules next to the example jobs that several examples and demonstrations name by `target`."""
+
 FORMER_DATA_KINDS: Final = {
+    "arithmetic": "configs/arithmetic:ArithmeticData",
     "calculations": "tools/calculations:CalculationsData",
     "measures": "dialogue/measures:MeasuresData",
     "paintings": "paint/paintings:PaintingsData",
@@ -48,6 +55,27 @@ def demo_names() -> list[str]:
     return sorted(path.parent.name for path in DEMOS.glob("*/job.toml"))
 
 
+def demo_folder(name: str) -> Path:
+    """Return the folder of a demonstration, or the folder of the example jobs if `name` is "configs"."""
+    return EXAMPLES if name == EXAMPLES.name else DEMOS / name
+
+
+def demo_files(name: str) -> list[Path]:
+    """Return the files of a demonstration, sorted, and the shared modules that its job names."""
+    job = (DEMOS / name / "job.toml").read_text()
+    shared = [path for path in sorted(SHARED_MODULES) if f'"{path.stem}:' in job]
+    return [path for path in sorted((DEMOS / name).iterdir()) if path.is_file()] + shared
+
+
+def find_example(place: str) -> str:
+    """Return the name of a demonstration whose copy contains the module of `place`, an entry of the tables of this
+    module."""
+    folder, _, target = place.partition("/")
+    module = target.partition(":")[0]
+    names = [folder] if (DEMOS / folder).is_dir() else demo_names()
+    return next(name for name in names if module in {path.stem for path in demo_files(name)})
+
+
 def find_former_name(part: type, former: Mapping[str, str]) -> str | None:
     """Return the former name of a class that is part of an installed demonstration. Return None for other classes.
     `former` is one of the tables of this module."""
@@ -57,5 +85,6 @@ def find_former_name(part: type, former: Mapping[str, str]) -> str | None:
 
 
 def is_in_demo(path: Path) -> bool:
-    """Return whether a file belongs to an installed demonstration."""
-    return path.resolve().is_relative_to(DEMOS)
+    """Return whether a file belongs to an installed demonstration, or is a module that installed ones share."""
+    place = path.resolve()
+    return place.is_relative_to(DEMOS) or place in SHARED_MODULES

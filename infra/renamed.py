@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
-from rheostat.infra.demos import FORMER_TARGETS
+from rheostat.infra.demos import FORMER_TARGETS, find_example
 from rheostat.infra.errors import DeprecatedSpelling
 from rheostat.infra.validation_errors import field_models
 
@@ -214,9 +214,9 @@ def _find_former_kind(table: Mapping[str, object], models: Sequence[type[BaseMod
 
 
 def _describe_target(place: str) -> str:
-    demo, _, target = place.partition("/")
+    target = place.partition("/")[2]
     module = target.partition(":")[0]
-    return f"target = {target!r}, with {module}.py from `rheostat init DIR --example {demo}`"
+    return f"target = {target!r}, with {module}.py from `rheostat init DIR --example {find_example(place)}`"
 
 
 def _present_key(key: str, models: Sequence[type[BaseModel]], table: Mapping[str, object]) -> str | None:

@@ -1,6 +1,7 @@
 """Messages about invalid configurations, in one line: the key, the expected value and the actual value."""
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Final, get_args, get_origin
@@ -47,7 +48,7 @@ def _describe_problem(problem: ErrorDetails, root: type[BaseModel]) -> str:
         tags = _tags(_variants_at(problem["loc"], root))
         return f"{key}.kind must be {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
     if kind == "missing":
-        return f"{key} is missing"
+        return f"{key} is missing{_show_example(key, models)}"
     if kind == "value_error":  # our own validators already name the values
         return f"{key}: {context['error']}" if key else str(context["error"])
     if kind == "string_pattern_mismatch":
@@ -56,6 +57,16 @@ def _describe_problem(problem: ErrorDetails, root: type[BaseModel]) -> str:
     message = _translate(problem["msg"])
     colon = "" if message.startswith("must ") else ":"
     return f"{key or 'the document'}{colon} {message}, got {value!r:.80}{hint}"
+
+
+def _show_example(key: str, models: Models) -> str:
+    """Return a sentence with an example value of a required key, or "" if its field names none."""
+    name = key.rpartition(".")[2]
+    fields = [model.model_fields[name] for model in models if name in model.model_fields]
+    tables = [table for field in fields for table in field.examples or ()]
+    if not tables:
+        return ""
+    return f". Write for example {name} = {{ {', '.join(f'{k} = {json.dumps(v)}' for k, v in tables[0].items())} }}"
 
 
 _NAME_PATTERN: Final = re.compile(r"\^\[(?P<first>[^]]+)\]\[(?P<others>[^]]+)\]\{0,(?P<more>\d+)\}\$")

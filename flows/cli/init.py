@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 import rheostat.infra
 from rheostat.flows.cli.options import format_next_steps
-from rheostat.infra.demos import DEMOS, demo_names
+from rheostat.infra.demos import demo_files, demo_names
 from rheostat.infra.errors import BadInput
 from rheostat.infra.terminal import write
 
@@ -246,7 +246,7 @@ def _copy_demo(folder: Path, name: str) -> None:
     demonstration of this name."""
     if name not in (names := demo_names()):
         raise BadInput(f"There is no example {name!r}. Choose one of {', '.join(names)}.")
-    paths = [path for path in sorted((DEMOS / name).iterdir()) if path.suffix in DEMO_FILES]
+    paths = [path for path in demo_files(name) if path.suffix in DEMO_FILES]
     _write_files(folder, {path.name: path.read_bytes() for path in paths})
     _print_files(folder, {path.name: DEMO_FILES[path.suffix] for path in paths})
     job = folder / "job.toml"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rheostat.flows.train import train
     from rheostat.infra.config import PoolsConfig
     from rheostat.infra.errors import BadInput
-    from rheostat.models.config.data import ArithmeticData
+    from rheostat.models.config.data import FileData
     from rheostat.models.config.engines import SamplingConfig
     from rheostat.models.config.policy import DirectoryPolicy, ScratchPolicy
     from rheostat.models.config.rollout import RolloutConfig
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rheostat.tasks.views.runs import describe_run, read_rollouts
 
 __all__ = [
-    "ArithmeticData",
     "BadInput",
     "DirectoryPolicy",
     "EvaluationConfig",
+    "FileData",
     "PoolsConfig",
     "RolloutConfig",
     "RunConfig",
@@ -64,7 +64,7 @@ _NAMES: Final = {
     "flows.train": ("train",),
     "infra.config": ("PoolsConfig",),
     "infra.errors": ("BadInput",),
-    "models.config.data": ("ArithmeticData",),
+    "models.config.data": ("FileData",),
     "models.config.engines": ("SamplingConfig",),
     "models.config.policy": ("DirectoryPolicy", "ScratchPolicy"),
     "models.config.rollout": ("RolloutConfig",),

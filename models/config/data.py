@@ -29,7 +29,7 @@ class DataSource(TextSettings, Variant):
     }
     makes_pairs: ClassVar[bool] = False
     """Whether preference pairs can be built from the problems of this source, with `preferences.kind =
-    "arithmetic"`."""
+    "answers"`. Every problem then has a reference answer or a worked solution that ends in a number."""
     guess_template: ClassVar[str] = "#### {}"
     """Template of an answer without reasoning on which warm-up trains, for problems that have worked answers. `{}` is
     replaced by a random number."""
@@ -118,18 +118,6 @@ class GeneratedData(DataSource):
     def num_heldout_problems(self) -> int | None:
         """Number of held-out problems, as configured."""
         return self.heldout_problems
-
-
-class ArithmeticData(GeneratedData):
-    """Word problems with additions and subtractions, generated from templates and a seed. Their answers are numbers
-    that a program can check."""
-
-    implementation = "rheostat.models.data.arithmetic:arithmetic_problems"
-    makes_pairs = True
-
-    kind: Literal["arithmetic"] = "arithmetic"
-    operations: Annotated[int, Field(ge=1, le=8)] = 4
-    """Number of additions or subtractions per problem."""
 
 
 class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
@@ -327,5 +315,6 @@ class TargetData(Target):
 
 DataConfig = Annotated[
     DataSource,
-    OneOf((*(ArithmeticData, FileData, MixtureData, DeduplicatedData, TargetData),)),
+    OneOf((*(FileData, MixtureData, DeduplicatedData, TargetData),)),
+    Field(examples=[{"kind": "file", "path": "problems.jsonl"}]),
 ]

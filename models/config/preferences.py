@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rheostat.infra.config import Positive, Since
+from rheostat.infra.renamed import RenamedValue
 from rheostat.infra.store.inputs import DataLocation
 from rheostat.infra.variants import Variant
 from rheostat.models.config.chat_files import ChatFile
@@ -33,24 +34,24 @@ class Preferences(Variant):
         yield from ()
 
 
-class ArithmeticPreferences(Preferences):
-    """Pairs built from arithmetic problems: the better completion is correct, the worse one is wrong."""
+class AnswerPreferences(Preferences):
+    """Pairs built from the reference answers of the problems: the better completion is correct, the worse one is
+    wrong."""
 
-    implementation = "rheostat.models.data.preferences:arithmetic_preferences"
+    implementation = "rheostat.models.data.preferences:answer_preferences"
 
-    kind: Literal["arithmetic"] = "arithmetic"
+    kind: Annotated[Literal["answers"], RenamedValue("arithmetic", "answers")] = "answers"
     train_pairs: Positive = 8192
     """Number of training pairs."""
     heldout_pairs: Positive = 256
     """Number of pairs built from held-out problems, on which the accuracy of preferences is measured."""
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield a message if the data source does not generate arithmetic problems, because wrong answers are then not
-        known."""
+        """Yield a message if pairs cannot be built from the problems of the data source."""
         if not data.makes_pairs:
             yield (
-                f"preferences.kind = 'arithmetic' builds pairs from arithmetic problems, but data.kind is "
-                f"{data.label!r}. Use preferences.kind = 'file'"
+                f"preferences.kind = 'answers' builds pairs from problems with answers that a program can change, but "
+                f"data.kind is {data.label!r}, whose class does not set makes_pairs. Use preferences.kind = 'file'"
             )
 
 
@@ -87,4 +88,4 @@ class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
         return "too_long" in self.drop
 
 
-PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]
+PreferencesConfig = Annotated[AnswerPreferences | FilePreferences, Field(discriminator="kind")]

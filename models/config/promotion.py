@@ -14,7 +14,7 @@ from rheostat.infra.config import Fraction, Positive, Settings
 from rheostat.infra.counts import format_count
 from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.validation_errors import nearest
-from rheostat.models.config.data import ArithmeticData, DataConfig
+from rheostat.models.config.data import DataConfig
 from rheostat.models.config.policy import PolicyConfig
 from rheostat.models.config.reward_terms import NumericReward
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
@@ -38,7 +38,7 @@ class SuiteConfig(HeldoutConfig):
 
     name: SuiteName
     """Name of the suite, by which `primary`, `guards` and `floors` refer to it."""
-    data: DataConfig = ArithmeticData()
+    data: DataConfig
     """Data source from which the suite's held-out problems are taken."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
     """Rewards that score the completions. Rules use the first reward unless they name another one in `term`."""

@@ -9,8 +9,7 @@ from typing import Any, Protocol, cast
 from rheostat.infra.errors import BadInput, InputErrors
 from rheostat.infra.variants import implementation_of
 from rheostat.models.config.data import DataConfig
-from rheostat.models.config.preferences import ArithmeticPreferences, FilePreferences, Preferences
-from rheostat.models.data.arithmetic import wrong_completion
+from rheostat.models.config.preferences import AnswerPreferences, FilePreferences, Preferences
 from rheostat.models.data.columns import PairColumns, find_pair_columns
 from rheostat.models.data.dropping import RowErrors, TiedRow, describe_empty_file
 from rheostat.models.data.messages import omit_nulls, read_messages, read_prompt, read_text
@@ -29,6 +28,7 @@ from rheostat.models.data.problems import (
     split_key,
 )
 from rheostat.models.data.reading import ReadingReport
+from rheostat.models.data.right_and_wrong import wrong_completion
 from rheostat.models.data.rows import find_data_files, read_rows
 from rheostat.models.data.shapes import SCORES
 
@@ -79,10 +79,9 @@ def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, 
     return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
 
 
-def arithmetic_preferences(
-    preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
-) -> list[Preference]:
-    """Generate preference pairs: the worked answer to an arithmetic problem is better, a wrong completion is worse.
+def answer_preferences(preferences: AnswerPreferences, data: DataConfig, split: str, seed: int) -> list[Preference]:
+    """Generate preference pairs: the worked solution of a problem, or else its reference answer, is better, and a wrong
+    completion is worse.
 
     The problems are reshuffled after all have been used. Raises BadInput if such pairs cannot be built from the data
     source.

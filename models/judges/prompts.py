@@ -23,9 +23,9 @@ from rheostat.models.config.verdicts import (
     StepsVerdict,
     VerdictConfig,
 )
-from rheostat.models.data.arithmetic import right_completion, wrong_completion
 from rheostat.models.data.examples import Example
 from rheostat.models.data.problems import Problem, identity, load_problems
+from rheostat.models.data.right_and_wrong import right_completion, wrong_completion
 from rheostat.models.judges.chats import escape, mark_prompt
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.text.steps import split_steps

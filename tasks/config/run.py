@@ -22,7 +22,7 @@ from rheostat.models.config.conflicts import (
     find_image_generation_conflicts,
     find_preference_conflicts,
 )
-from rheostat.models.config.data import ArithmeticData, DataConfig
+from rheostat.models.config.data import DataConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig, ScratchPolicy
 from rheostat.models.config.preferences import PreferencesConfig
@@ -82,7 +82,7 @@ class RunConfig(Settings):
     """Store that contains runs: a directory, a file:// URI, s3://bucket/prefix or az://container/prefix."""
     iterations: Annotated[int, Field(ge=0, le=1_000_000)] = 24
     """Number of iterations of rollout, scoring and update. A finished run continues if this number is raised."""
-    data: DataConfig = ArithmeticData()
+    data: DataConfig
     """Training and held-out problems."""
     policy: PolicyConfig = ScratchPolicy()
     """Initial policy."""

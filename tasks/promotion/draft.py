@@ -73,7 +73,7 @@ class Draft(Settings):
 
 def with_date(config: RunConfig, day: date) -> RunConfig:
     """Return the configuration with the date appended to the name of the run."""
-    return config.model_copy(update={"name": RunConfig(name=f"{config.name}-{day:%Y%m%d}").name})
+    return config.model_copy(update={"name": RunConfig(name=f"{config.name}-{day:%Y%m%d}", data=config.data).name})
 
 
 def find_unfinished(config: RunConfig, today: date) -> date | None:

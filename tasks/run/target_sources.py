@@ -14,7 +14,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from rheostat.infra.demos import DEMOS, is_in_demo
+from rheostat.infra.demos import DEMOS, EXAMPLES, SHARED_MODULES, is_in_demo
 from rheostat.infra.former_names import FOLDERS, HOME
 
 LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
@@ -64,8 +64,8 @@ def rheostat_version() -> str:
     files = [path for root in roots for path in sorted(root.rglob("*.py")) if not _is_left_out(path)]
     for path in files:
         whole.update(path.relative_to(HOME).as_posix().encode() + path.read_bytes())
-    for path in sorted(DEMOS.rglob("*.py")):
-        whole.update(path.relative_to(DEMOS).as_posix().encode() + path.read_bytes())
+    for path in sorted({*DEMOS.rglob("*.py"), *SHARED_MODULES}):
+        whole.update(path.relative_to(EXAMPLES).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
 
 

@@ -22,8 +22,8 @@ from tests.support.model_families import FAMILIES, write_family
 
 SETTINGS = (
     "iterations=2",
-    "data.train_problems=8",
-    "data.heldout_problems=2",
+    "data.options.train_problems=8",
+    "data.options.heldout_problems=2",
     "warmup.steps=1",
     "warmup.batch_size=2",
     "rollout.prompts=2",

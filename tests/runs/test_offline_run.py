@@ -6,7 +6,7 @@ from tests.support.jobs import Job, digest_of, manifests_of
 
 CHAIN = (
     "iterations=2",
-    "preferences.kind=arithmetic",
+    "preferences.kind=answers",
     "preferences.train_pairs=64",
     "preferences.heldout_pairs=16",
     "dpo.steps=4",

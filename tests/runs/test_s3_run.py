@@ -339,7 +339,7 @@ def test_forgotten_prompts_of_a_run_in_a_bucket_are_in_neither_the_bucket_nor_th
 RULES = """
 [[evaluations]]
 name = "sums"
-data = {kind = "arithmetic", heldout_problems = 30}
+data = {kind = "target", target = "arithmetic:ArithmeticData", options = {heldout_problems = 30}}
 problems = 30
 [promotion]
 registry = "assistant"

@@ -21,6 +21,7 @@ from rheostat.tasks.tracking.mirror import final_policy_of
 from rheostat.tasks.tracking.points import PointName, points_after, subject_of
 from rheostat.tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
 from rheostat.tasks.views.metrics import evaluations_of, reports_of
+from tests.support.demos import ARITHMETIC
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, manifests_of, wait_for
 from tests.support.pages import is_documented
@@ -96,8 +97,10 @@ def test_points_are_ordered_and_an_evaluation_follows_its_iteration(reference):
 
 
 def test_tracking_is_not_in_the_identity_of_a_run_and_a_recreated_run_is_new_to_trackers(tmp_path):
-    plain = parse_config({}, source="plain")
-    tracked = parse_config({"tracking": [{"kind": "wandb", "project": "assistant"}]}, source="tracked")
+    plain = parse_config({"data": ARITHMETIC}, source="plain")
+    tracked = parse_config(
+        {"data": ARITHMETIC, "tracking": [{"kind": "wandb", "project": "assistant"}]}, source="tracked"
+    )
     assert plain.identity() == tracked.identity()
     runs = [create_run(str(tmp_path / name), "demo.v2", plain.identity()) for name in "ab"]
     later = runs[1].record.model_copy(update={"created": "2030-01-01T00:00:00+00:00"})

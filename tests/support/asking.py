@@ -21,7 +21,10 @@ from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD, SMALLEST, TINY
 
 PROPOSING = """
-evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
+[[evaluations]]
+name = "sums"
+data = {kind = "target", target = "arithmetic:ArithmeticData", options = {heldout_problems = 40}}
+problems = 40
 [promotion]
 registry = "assistant"
 primary = {suite = "sums", min_gain = -1}

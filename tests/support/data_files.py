@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.preferences import FilePreferences
 from rheostat.models.data.preferences import Preference, load_preferences
+from tests.support.demos import ArithmeticData
 from tests.support.pictures import picture
 
 

@@ -15,6 +15,13 @@ def demo_part(place: str) -> Any:
     return find_target(register_demo(place), where=place)
 
 
+ArithmeticData = demo_part("configs/arithmetic:ArithmeticData")
+"""Settings of the word problems in configs/arithmetic.py, which tests use when any problems will do."""
+
+ARITHMETIC = {"kind": "target", "target": "arithmetic:ArithmeticData"}
+"""Table of a configuration with these word problems."""
+
+
 def demo_module(demo: str, name: str) -> ModuleType:
     """Import a module of a demonstration."""
     register_target_folder(DEMOS / demo)

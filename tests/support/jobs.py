@@ -50,7 +50,9 @@ PATIENCE = 600.0
 
 SCRATCH = """
 [data]
-kind = "arithmetic"
+kind = "target"
+target = "arithmetic:ArithmeticData"
+[data.options]
 train_problems = 64
 heldout_problems = 8
 [policy]

@@ -20,6 +20,7 @@ from rheostat.models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPL
 from rheostat.tasks.config.run import override_config
 from rheostat.tasks.run.batch import BatchPlan
 from rheostat.tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
+from tests.support.demos import ARITHMETIC
 
 PROBLEMS = 64
 TABLES = 32
@@ -38,7 +39,8 @@ def write_long_run(
 ) -> Run:
     """Write a run of 64 problems. Its completions are texts, each byte of which is a token, or also pictures."""
     rewards = [{"kind": "regex", "name": "right", "pattern": "1"}, {"kind": "regex", "name": "short", "pattern": "2"}]
-    asked = {"name": name, "scoring": {"rewards": rewards}, "rollout": {"prompts": PROBLEMS, "group_size": group}}
+    scoring, rollout = {"rewards": rewards}, {"prompts": PROBLEMS, "group_size": group}
+    asked = {"name": name, "data": ARITHMETIC, "scoring": scoring, "rollout": rollout}
     config = override_config(asked, [], source=name)
     run, spelt = create_run(str(store), name, config.identity()), _byte_tokenizer()
     _write_policy(run, spelt)

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from rheostat.infra.store.bundles import BundleRef
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.policy import DirectoryPolicy, ScratchPolicy
 from rheostat.models.data.problems import load_problems
@@ -30,6 +29,7 @@ from rheostat.models.records.work import PolicyWork
 from rheostat.models.text.tokenizer import scratch_tokenizer, train_tokenizer
 from rheostat.models.workers.preparation import PreparationWorker
 from tests.support.chat_templates import tokenizer_of
+from tests.support.demos import ArithmeticData
 
 CONTEXT, VOCABULARY, WIDTH = 256, 354, 64
 

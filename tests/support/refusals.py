@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from rheostat.flows.cli.app import main
 from rheostat.models.commands.preflight import Inputs, check
 from rheostat.tasks.config.run import override_config
+from tests.support.demos import ARITHMETIC
 
 TABLES = Path(__file__).parents[1] / "unit/refusals"
 
@@ -147,7 +148,7 @@ def refusal(case: Case, place: Path, capsys: pytest.CaptureFixture[str]) -> str:
         if case.stage == "call":
             named(case.call)(*case.arguments, **case.options)
         else:
-            document = tomllib.loads((place / "job.toml").read_text())
+            document = {"data": ARITHMETIC} | tomllib.loads((place / "job.toml").read_text())
             settings = override_config(document, case.set, source="job.toml")
             assert case.stage == "check", "the document with its overrides is valid"
             check(Inputs.model_validate_json(settings.model_dump_json()))

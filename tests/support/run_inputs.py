@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.text.tokenizer import scratch_tokenizer
+from tests.support.demos import ArithmeticData
 from tests.support.policies import write_chat_policy, write_policy
 
 

@@ -8,13 +8,13 @@ import pyarrow as pa
 from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.shards import ShardRef, write_shard
 from rheostat.infra.store.storage import open_store
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.text.tokenizer import scratch_tokenizer
+from tests.support.demos import ArithmeticData
 
 TINY = ScratchPolicy(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)

@@ -9,7 +9,7 @@ from typing import Final
 
 GAINS: Final = ("buys", "finds")
 LOSSES: Final = ("sells", "loses")
-"""Verbs of the changes in a problem (`models/data/arithmetic.py`)."""
+"""Verbs of the changes in a problem (`configs/arithmetic.py`)."""
 WRONG: Final = -1.0
 """Reward of a wrong step. A correct step has the reward 0."""
 
@@ -51,7 +51,7 @@ def _read(prompt: str) -> tuple[int, list[str]]:
     start = _START.search(prompt)
     if start is None:
         raise ValueError(
-            "the reward 'arithmetic_steps' can only score generated problems of data.kind = 'arithmetic', but the "
+            "the reward 'arithmetic_steps' can only score generated problems of arithmetic.py, but the "
             f"prompt is {prompt[:60]!r}"
         )
     return int(start[1]), [f"{'+' if verb in GAINS else '-'}{number}" for verb, number in _CHANGE.findall(prompt)]

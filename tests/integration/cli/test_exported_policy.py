@@ -23,6 +23,7 @@ from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.views import policy_export
 from rheostat.tasks.views.card import model_card
 from rheostat.tasks.views.policy_export import PolicyExport, export_policy, push_policy
+from tests.support.demos import ARITHMETIC
 from tests.support.policies import write_policy
 
 
@@ -31,6 +32,7 @@ def run(tmp_path):
     """Run without iterations, with its initial policy."""
     config = {
         "name": "going-on",
+        "data": ARITHMETIC,
         "promotion": {"registry": "a", "card": {"license": "apache-2.0", "base_model": "a/b"}},
     }
     made = create_run(str(tmp_path / "store"), "going-on", parse_config(config, source="test").model_dump(mode="json"))

@@ -15,13 +15,13 @@ import pytest
 
 from rheostat.infra.errors import BadInput
 from rheostat.models.commands.preflight import check
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.text.tokenizer import scratch_tokenizer
 from rheostat.tasks.config.run import load_config
 from rheostat.tasks.run.preflight import preflight, report_checks
+from tests.support.demos import ArithmeticData
 from tests.support.policies import write_policy
 from tests.support.preflight import check_job, read_inputs
 
@@ -294,7 +294,7 @@ def test_a_critic_needs_as_much_memory_as_the_policy():
 
 def test_preferences_are_counted_and_a_trained_reward_model_is_as_large_as_the_policy():
     reward = "{kind='model',name='liked',model={kind='trained'},template='{prompt}{completion}'}"
-    pairs = "preferences={kind='arithmetic',train_pairs=40,heldout_pairs=10}"
+    pairs = "preferences={kind='answers',train_pairs=40,heldout_pairs=10}"
     facts = check_job(pairs, "dpo={}", f"scoring.rewards=[{reward}]")
     assert (facts["train_pairs"], facts["heldout_pairs"]) == (40, 10)
     assert facts["liked_parameters"] == facts["parameters"]

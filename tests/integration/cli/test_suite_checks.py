@@ -7,12 +7,12 @@ import pytest
 
 from rheostat.flows.cli.app import main
 from rheostat.infra.errors import BadInput
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.policy import DirectoryPolicy, ScratchPolicy
 from rheostat.models.data.problems import load_problems
 from rheostat.models.inspection.other_models import check_same_tokens
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.text.tokenizer import scratch_tokenizer
+from tests.support.demos import ArithmeticData
 
 RULES = """
 store = "{store}"

@@ -22,6 +22,7 @@ from rheostat.infra.store.runs import open_run
 from rheostat.tasks.config.run import RunConfig, load_config
 from rheostat.tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
+from tests.support.demos import ArithmeticData
 from tests.support.deployments import Server, flows_below, process_of_flow, run_worker, serve_deployments
 from tests.support.in_process import InProcessJob, prefect_at
 from tests.support.jobs import ROOT, TINY, Job, list_running, manifests_of, process_tree, wait_for
@@ -117,7 +118,7 @@ def test_the_schedule_of_retraining_is_inactive_until_somebody_activates_it(serv
 
 
 def test_each_scheduled_retrain_is_a_separate_run():
-    config = RunConfig(name="nightly", iterations=5)
+    config = RunConfig(data=ArithmeticData(), name="nightly", iterations=5)
     named = [with_date(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
     assert [c.name for c in named] == ["nightly-20261123", "nightly-20261130"]
     assert {c.fingerprint() for c in named} == {config.fingerprint()}

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 GATED = """
 [[evaluations]]
 name = "sums"
-data = {kind = "arithmetic", heldout_problems = 30}
+data = {kind = "target", target = "arithmetic:ArithmeticData", options = {heldout_problems = 30}}
 problems = 30
 [promotion]
 registry = "assistant"

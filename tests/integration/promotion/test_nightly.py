@@ -23,7 +23,10 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 NOTIFICATIONS = ROOT / "infra/notifications.yaml"
 PROPOSING = """
 name = "nightly"
-evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
+[[evaluations]]
+name = "sums"
+data = {kind = "target", target = "arithmetic:ArithmeticData", options = {heldout_problems = 40}}
+problems = 40
 [promotion]
 registry = "assistant"
 primary = {suite = "sums", min_gain = -1}

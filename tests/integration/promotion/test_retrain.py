@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.system, pytest.mark.smoke, pytest.mark.timeout(600)]
 GATED = """
 [[evaluations]]
 name = "sums"
-data = {kind = "arithmetic", heldout_problems = 40}
+data = {kind = "target", target = "arithmetic:ArithmeticData", options = {heldout_problems = 40}}
 rewards = [
     {kind = "numeric"},
     {kind = "regex", name = "marked", pattern = "####", weight = 0},
@@ -43,7 +43,7 @@ guards = [{suite = "sums", term = "marked", margin = 1}]
 """Rules that a policy passes without any improvement."""
 
 SPOILT = (
-    "data.train_problems=48",
+    "data.options.train_problems=48",
     "scoring.rewards=[{kind='regex', pattern='^[^0-9]*$'}]",
     "update.learning_rate=2e-1",
     "promotion.primary={suite='sums', term='digits'}",
@@ -71,7 +71,7 @@ def run_retrain(job, day, *overrides):
 def weeks(tmp_path_factory, prefect_api):
     """Job with the retrains of two weeks and their results. The first challenger is signed."""
     job = InProcessJob(tmp_path_factory.mktemp("weeks"), prefect_api)
-    first = (FIRST, "data.train_problems=16", "promotion.approve=manual")
+    first = (FIRST, "data.options.train_problems=16", "promotion.approve=manual")
     proposed = run_retrain(job, *first)
     said = [sign(job, "tiny-20261102") for _ in range(2)]
     with patch.object(Registry, "append", second_to_another):

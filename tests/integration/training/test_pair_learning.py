@@ -13,7 +13,7 @@ from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.judges import TrainedRewardModel
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.preferences import ArithmeticPreferences
+from rheostat.models.config.preferences import AnswerPreferences
 from rheostat.models.config.training import DpoConfig, WarmupConfig
 from rheostat.models.data.preferences import load_preferences
 from rheostat.models.modeling.reward_model import load_reward_model, score
@@ -36,7 +36,7 @@ from tests.support.update_workers import (
 
 preload(__name__)
 
-PREFERENCES = ArithmeticPreferences(train_pairs=64, heldout_pairs=16)
+PREFERENCES = AnswerPreferences(train_pairs=64, heldout_pairs=16)
 DPO = DpoConfig(steps=6, batch_size=8, learning_rate=1e-3)
 TRAINING = TrainedRewardModel(steps=6, batch_size=8, learning_rate=3e-3)
 CONFIG = UpdateConfig(max_grad_norm=1e9)

@@ -17,6 +17,7 @@ from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.run import work_queue
 from rheostat.tasks.run.keys import StageKey
 from rheostat.tasks.run.work_queue import BatchRequest, ControllerSpan, messages_folder, read_messages
+from tests.support.demos import ARITHMETIC
 
 REWARDS = {"rewards": [{"kind": "numeric"}]}
 
@@ -97,7 +98,7 @@ def serve(tmp_path, held):
     """Order three iterations of rollouts from a controller whose flow runs execute these functions."""
 
     async def serve(*bodies, **controllers):
-        config = RunConfig.model_validate({"scoring": REWARDS, "controllers": controllers})
+        config = RunConfig.model_validate({"data": ARITHMETIC, "scoring": REWARDS, "controllers": controllers})
         opened = SimpleNamespace(run=held, settings=config, ref=None, get_controller_pools=lambda role: ())
         starter, controller_span = Starter(tmp_path, held, bodies), ControllerSpan(1, 3)
         controller = DeployedController("rollout", opened, 0, controller_span=controller_span, flow_runs=starter)

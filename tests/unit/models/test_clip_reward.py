@@ -35,6 +35,7 @@ from rheostat.models.vision.color_conversion import decode_rgb
 from rheostat.models.workers.reward_model import RewardModelWorker
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.run.dependencies import rescoring_dependencies
+from tests.support.demos import ArithmeticData
 from tests.support.model_files import change_files
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.vision import picture
@@ -256,5 +257,5 @@ def test_a_missing_directory_and_a_head_that_is_no_safetensors_or_has_a_value_ar
     assert "head.pth: " in (message := refuse_reward(path=clip, head=path)) and "safetensors" in message
     with pytest.raises(ValidationError, match=r"'logit'.*head"):
         ClipReward(path=clip, head=path, value="logit")
-    config = RunConfig(scoring=ScoringConfig(rewards=(ClipReward(path=clip, head=path),)))
+    config = RunConfig(data=ArithmeticData(), scoring=ScoringConfig(rewards=(ClipReward(path=clip, head=path),)))
     assert RunConfig.model_validate(config.identity()).fingerprint() == config.fingerprint()

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.judges import DirectoryJudge, JudgeReward
 from rheostat.models.config.reward_terms import PatternSteps
 from rheostat.models.config.verdicts import ChoiceVerdict, StepsVerdict
@@ -13,6 +12,7 @@ from rheostat.models.judges.prompts import choose_template
 from rheostat.models.judges.verdicts import Critique, Judgement, flag_weights, lowest_reward, read_critique
 from rheostat.models.judges.votes import Ballot, JudgedCompletion, step_values
 from rheostat.models.text.steps import StepValues
+from tests.support.demos import ArithmeticData
 from tests.support.judged import build_question, read_answer
 
 VERDICT = StepsVerdict()

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat.infra.errors import BadInput, InputErrors
-from rheostat.models.config.data import ArithmeticData, FileData
+from rheostat.models.config.data import FileData
 from rheostat.models.config.training import SupervisedWarmup
 from rheostat.models.data import rows as file_rows
 from rheostat.models.data.examples import Example, warmup_examples
 from rheostat.models.data.problems import Message, is_heldout, load_problems
 from tests.support.data_files import number_problems, write_lines
+from tests.support.demos import ArithmeticData
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 SPLITS = ("train", "heldout")

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 from rheostat.infra.demos import DEMOS
 from rheostat.infra.errors import BadInput
 from rheostat.infra.variants import check_implementation
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.engines import TransformersEngine, VllmEngine
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import Cispo, Gspo, PolicyGradient, PpoClip
@@ -28,6 +27,7 @@ from rheostat.models.modeling.directory import check_directory, meta_policy
 from rheostat.models.modeling.policy import build_scratch, policy_shape, save_policy
 from rheostat.models.text.tokenizer import scratch_tokenizer
 from rheostat.tasks.config.run import load_config
+from tests.support.demos import ArithmeticData
 from tests.support.model_files import change_files
 
 HOME = Path(__file__).parents[3]

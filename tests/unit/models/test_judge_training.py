@@ -10,7 +10,6 @@ from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.shards import read_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import Grpo
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, ServedReward, TrainedJudge
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import ScratchPolicy
@@ -21,6 +20,7 @@ from rheostat.models.records.work import JudgeWarmupWork, JudgeWork, PolicyWork,
 from rheostat.models.workers.judge import JudgeWorker
 from rheostat.models.workers.preparation import PreparationWorker
 from rheostat.models.workers.update import UpdateWorker
+from tests.support.demos import ArithmeticData
 from tests.support.judged import rollouts
 
 DATA = ArithmeticData(operations=1, train_problems=400, heldout_problems=16)

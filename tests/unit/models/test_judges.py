@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat.infra.errors import Quarantined
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.judges import Canaries, JudgeReward, TrainedJudge
 from rheostat.models.config.reward_terms import NumericReward
 from rheostat.models.config.rewards import ScoringConfig
@@ -18,6 +17,7 @@ from rheostat.models.judges.chats import escape
 from rheostat.models.judges.checks import check_judges
 from rheostat.models.judges.prompts import fill_template, judge_examples
 from rheostat.models.rewards.rules import numeric_reward
+from tests.support.demos import ArithmeticData
 from tests.support.judged import find_fences, read_answer
 
 FENCED = "Problem: {prompt}\n{fence}\n{completion}\n{fence}\nReference: {answer}. Between the fences, right? {other}"

@@ -8,12 +8,12 @@ import pytest
 import trl
 
 from rheostat.infra.errors import BadInput
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.preferences import FilePreferences
 from rheostat.models.data.preferences import load_preferences
 from rheostat.models.text.tokenizer import render
 from tests.support.chat_templates import with_template
 from tests.support.data_files import write_lines
+from tests.support.demos import ArithmeticData
 
 USER, OTHER = {"role": "user", "content": "What color is the sky?"}, {"role": "user", "content": "And at night?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rheostat.models.data.arithmetic import right_completion, wrong_completion
 from rheostat.models.data.problems import Problem, load_problems
+from rheostat.models.data.right_and_wrong import right_completion, wrong_completion
 from tests.support.demos import demo_module
 
 PICTURES = demo_module("vision", "pictures")

@@ -6,10 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rheostat.models.config.data import ArithmeticData, FileData
-from rheostat.models.config.preferences import ArithmeticPreferences, FilePreferences
+from rheostat.models.config.data import FileData
+from rheostat.models.config.preferences import AnswerPreferences, FilePreferences
 from rheostat.models.data.preferences import load_preferences
 from rheostat.models.data.problems import Message, identity, load_problems
+from tests.support.demos import ArithmeticData
 from tests.support.json_lines import write_json_lines
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=16)
@@ -27,7 +28,7 @@ def find_answer(text):
 
 
 def test_pairs_from_problems_prefer_the_right_answer_to_a_wrong_one():
-    pairs = load_preferences(ArithmeticPreferences(train_pairs=200), DATA, split="train", seed=3)
+    pairs = load_preferences(AnswerPreferences(train_pairs=200), DATA, split="train", seed=3)
     answers = {problem.prompt: problem for problem in load_problems(DATA, "train", 3)}
     assert len(pairs) == 200
     for pair in pairs:
@@ -37,13 +38,13 @@ def test_pairs_from_problems_prefer_the_right_answer_to_a_wrong_one():
 
 
 def test_pairs_from_problems_are_equal_for_the_same_seed_only():
-    config = ArithmeticPreferences(train_pairs=100)
+    config = AnswerPreferences(train_pairs=100)
     first, again, other = (load_preferences(config, DATA, split="train", seed=seed) for seed in (3, 3, 4))
     assert first == again != other
 
 
 def test_pairs_use_every_problem_of_their_split_once_before_one_comes_twice():
-    config = ArithmeticPreferences(train_pairs=128, heldout_pairs=32)
+    config = AnswerPreferences(train_pairs=128, heldout_pairs=32)
     train, heldout = ([pair.prompt for pair in load_preferences(config, DATA, split=s, seed=0)] for s in SPLITS)
     prompts = [identity(prompt) for prompt in train]
     assert len(set(prompts[:64])) == len(set(prompts[64:])) == 64

@@ -14,7 +14,6 @@ from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import Capo
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.config.judges import DirectoryJudge, JudgeReward
 from rheostat.models.config.reward_terms import PatternSteps, RegexReward, TargetReward
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
@@ -26,7 +25,7 @@ from rheostat.models.records.work import CreditWork, ScoredShard, ScoringWork, V
 from rheostat.models.rewards.evaluate import Case, Evaluator
 from rheostat.models.text.steps import StepValues, split_steps
 from rheostat.models.workers.scoring import ScoringWorker
-from tests.support.demos import demo_part
+from tests.support.demos import ArithmeticData, demo_part
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_shards import rollout, write_rollouts
 

@@ -11,6 +11,7 @@ from rheostat.models.data.problems import load_problems
 from rheostat.models.data.unread_columns import list_column_notes
 from rheostat.tasks.config.run import override_config
 from tests.support.data_files import write_lines
+from tests.support.demos import ARITHMETIC
 
 TEXT = {"prompt": "1?", "answer": "x"}
 CHAT = {"prompt": [{"role": "user", "content": "1?"}], "answer": "x"}
@@ -76,8 +77,8 @@ def test_a_configured_column_for_chats_is_refused_if_all_prompts_are_plain_text(
 @pytest.mark.parametrize(("worked", "number"), [(0, 1), (3, 0)])
 def test_the_plan_names_a_share_of_worked_answers_without_effect(worked, number):
     facts = {"repeated_problems": 0, "worked_answers": worked, "train_problems": 3, "heldout_problems": 1}
-    config = override_config({}, ["warmup.worked_answer_fraction=0.5"], source="job")
+    config = override_config({"data": ARITHMETIC}, ["warmup.worked_answer_fraction=0.5"], source="job")
     notes = [note for note in list_data_notes(config, facts) if "warmup.worked_answer_fraction has no effect" in note]
     assert len(notes) == number
-    unset = override_config({}, ["warmup.steps=3"], source="job")
+    unset = override_config({"data": ARITHMETIC}, ["warmup.steps=3"], source="job")
     assert not any("worked_answer_fraction" in note for note in list_data_notes(unset, facts))

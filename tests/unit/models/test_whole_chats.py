@@ -30,6 +30,7 @@ from rheostat.models.vision.processor import load_processor
 from rheostat.tasks.config.run import RunConfig
 from tests.support.chat_templates import CHATML, FIND, GENERATION, PUBLISHED, SMOLVLM, tokenizer_of, with_template
 from tests.support.data_files import write_lines
+from tests.support.demos import ArithmeticData
 from tests.support.families import FAMILIES, SHAPE, build
 from tests.support.flash_kernels import reference_kernel
 from tests.support.vision import picture, write_seeing
@@ -237,7 +238,9 @@ def test_architectures_that_mix_tokens_outside_of_attention_cannot_be_packed(con
     path = write_lines(tmp_path / "chats.jsonl", {"messages": [each.encode() for each in CHAT]})
     warmup = WarmupConfig(chats=ChatTraining(path=path, packing=True))
     with pytest.raises(BadInput, match=r"packing = true is not supported .* Set packing = false"):
-        facts = InputFacts(Inputs.model_validate_json(RunConfig(warmup=warmup).model_dump_json()))
+        facts = InputFacts(
+            Inputs.model_validate_json(RunConfig(data=ArithmeticData(), warmup=warmup).model_dump_json())
+        )
         facts.policy = policy
         check_chats(warmup, facts, "warmup")
 

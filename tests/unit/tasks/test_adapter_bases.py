@@ -21,6 +21,7 @@ from rheostat.models.records.merges import MERGE, MergeWork
 from rheostat.tasks.config.run import parse_config
 from rheostat.tasks.run.hub_inputs import base_commits, fetch_hub_inputs, with_base_commits, with_hub_commits
 from rheostat.tasks.soup.merging import mergekit_page, weighted_parents
+from tests.support.demos import ARITHMETIC
 from tests.support.memory_bucket import memory_bucket
 from tests.support.policies import write_adapter, write_policy
 
@@ -102,16 +103,15 @@ def test_a_run_records_the_commit_of_the_base_of_an_adapter_and_reads_the_base_t
     adapters, hub, tmp_path, monkeypatch, place
 ):
     document = place_texts({"policy": {"kind": "directory", "path": adapters[place]}}, "")
-    config = with_hub_commits(parse_config(document, source="job"))
+    config = with_hub_commits(parse_config({"data": ARITHMETIC} | document, source="job"))
     fetch_hub_inputs(config)
     commit = move_branch(hub, tmp_path / "other")
     assert base_commits(config) == {"base model team/tiny": commit}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sent = type(config).model_validate_json(config.model_dump_json())
     assert find_base(fetch_path(sent.policy.path)).name == commit
-    joined = parse_config(
-        place_texts({"policy": {"kind": "directory", "path": format_path(config.policy.path)}}, ""), source="job"
-    )
+    policy = {"kind": "directory", "path": format_path(config.policy.path)}
+    joined = parse_config(place_texts({"data": ARITHMETIC, "policy": policy}, ""), source="job")
     joined = with_base_commits(joined, base_commits(config), resolves=False)
     assert find_base(fetch_path(joined.policy.path)).name == commit
 
@@ -119,4 +119,4 @@ def test_a_run_records_the_commit_of_the_base_of_an_adapter_and_reads_the_base_t
 def test_a_complete_model_in_a_bucket_has_no_base_on_the_hub(adapters, bucket):
     bucket.pipe_file("/models/adapter/config.json", b"{}")
     document = place_texts({"policy": {"kind": "directory", "path": adapters["bucket"]}}, "")
-    assert base_commits(with_hub_commits(parse_config(document, source="job"))) == {}
+    assert base_commits(with_hub_commits(parse_config({"data": ARITHMETIC} | document, source="job"))) == {}

@@ -81,7 +81,7 @@ DIFFUSION = (
         (VLLM, REPLAY),
         (VLLM, REPLAY, UNCACHED),
         (VLLM, SERVERS, REPLAY, UNCACHED, "pools.gpus_per_worker=1"),
-        ("dpo.steps=10", "preferences.kind=arithmetic"),
+        ("dpo.steps=10", "preferences.kind=answers"),
         ("dpo.steps=10", "preferences={kind='file',path='pairs.jsonl'}", "data={kind='file',path='p.jsonl'}"),
     ],
 )  # fmt: skip
@@ -95,7 +95,7 @@ def test_derived_settings_follow_from_the_configuration():
     assert accepted(DISTILLATION, WEIGHTLESS, TEACHER).algorithm.distillation.coefficient == 1
     assert accepted(JUDGE, "pools.workers=3", "pools.gpus_per_worker=2").scoring.hosted_rewards
     assert accepted(*DIFFUSION, "evaluation.samples=8").evaluation.temperature == 0
-    trained = accepted(TRAINED_REWARD, "preferences.kind=arithmetic").scoring.trained_reward_models
+    trained = accepted(TRAINED_REWARD, "preferences.kind=answers").scoring.trained_reward_models
     assert list(trained) == ["liked"]
 
 

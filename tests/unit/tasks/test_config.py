@@ -15,7 +15,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
 from rheostat.tasks.run.rescorings import RecreditTerms
 from tests.support.configurations import accepted, refusal
-from tests.support.demos import demo_part
+from tests.support.demos import ARITHMETIC, ArithmeticData, demo_part
 
 
 def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
@@ -27,7 +27,7 @@ def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
     assert decoder == demo_part("vision/scratch_vision:VisionScratchPolicy")().decoder.model_copy(
         update={"context": 160}
     )
-    assert parse_config({}, source="nothing") == RunConfig()
+    assert parse_config({"data": ARITHMETIC}, source="nothing") == RunConfig(data=ArithmeticData())
 
 
 def numbers_of(document: Mapping[str, object], prefix: str = "") -> Iterator[str]:
@@ -55,13 +55,16 @@ def test_building_a_form_of_a_configuration_does_not_change_its_schema():
 
 
 def test_true_is_not_accepted_as_a_number():
-    document = accepted("warmup.steps=3", "rollout.dynamic.margin=2").model_dump(mode="json")
+    settings = ("warmup.steps=3", "rollout.dynamic.margin=2")
+    document = accepted(*settings).model_dump(mode="json")
     keys = list(numbers_of(document))
     assert {"seed", "rollout.group_size", "update.learning_rate", "rollout.dynamic.margin", "pools.workers"} <= {*keys}
     for key in keys:
+        if key.startswith("data."):
+            continue  # options of a user's class
         with pytest.raises(BadInput, match=rf"run.toml: {key}[.\w]* .*(integer|number).* True"):
             override_config(document, [f"{key}=true"], source="run.toml")
-    assert parse_config({"report": False}, source="run.toml").report is False
+    assert parse_config({"data": ARITHMETIC, "report": False}, source="run.toml").report is False
 
 
 def test_no_key_of_any_kind_of_settings_accepts_true_unless_it_is_a_boolean():
@@ -90,7 +93,7 @@ def test_several_faults_are_reported_at_once_with_unknown_keys_first():
 
 def test_overrides_are_toml_or_bare_text_and_the_last_one_counts():
     config = override_config(
-        {"seed": 1},
+        {"data": ARITHMETIC, "seed": 1},
         ["seed=2", "seed=3", "store=elsewhere", 'rollout.sampling.stop=["\\n"]', "update.learning_rate=1e-4"],
         source="run.toml",
     )
@@ -99,7 +102,7 @@ def test_overrides_are_toml_or_bare_text_and_the_last_one_counts():
 
 
 def test_an_empty_override_restores_the_default():
-    document = {"seed": 7, "warmup": {"steps": 3}}
+    document = {"data": ARITHMETIC, "seed": 7, "warmup": {"steps": 3}}
     kept = copy.deepcopy(document)
     config = override_config(document, ["seed=", "warmup="], source="run.toml")
     assert (config.seed, config.warmup) == (0, None)
@@ -107,7 +110,7 @@ def test_an_empty_override_restores_the_default():
 
 
 def test_an_override_of_the_kind_drops_the_keys_of_the_previous_kind():
-    document = {"policy": {"kind": "scratch", "layers": 3, "context": 64}}
+    document = {"data": ARITHMETIC, "policy": {"kind": "scratch", "layers": 3, "context": 64}}
     config = override_config(document, ["policy.path=model", "policy.kind=directory"], source="run.toml")
     assert config.policy.model_dump(exclude_unset=True) == {"kind": "directory", "path": Path("model")}
     same = override_config(document, ["policy.kind=scratch", "policy.heads=8"], source="run.toml")
@@ -130,7 +133,7 @@ def test_a_file_that_is_not_utf_8_is_refused_by_its_name(tmp_path):
     ],
 )  # fmt: skip
 def test_settings_that_do_not_change_results_do_not_change_the_fingerprint(override):
-    assert accepted(override).fingerprint() == RunConfig().fingerprint()
+    assert accepted(override).fingerprint() == RunConfig(data=ArithmeticData()).fingerprint()
 
 
 def test_worker_slots_are_a_number_or_a_range_and_are_written_as_they_were_read():
@@ -150,8 +153,8 @@ def test_a_run_continues_with_its_minimum_or_with_the_slots_that_its_roles_need(
 @pytest.mark.parametrize(
     "override",
     [
-        "seed=1", "data.kind=arithmetic data.operations=3",
-        "data.kind=arithmetic data.on_too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
+        "seed=1", "data.options.operations=3",
+        "data.options.on_too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
         "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
         'scoring.rewards=[{kind="math"}]',
@@ -163,14 +166,14 @@ def test_a_run_continues_with_its_minimum_or_with_the_slots_that_its_roles_need(
 )  # fmt: skip
 def test_settings_that_change_results_change_the_fingerprint(override):
     changed = accepted(*override.split())
-    assert changed.fingerprint() != RunConfig().fingerprint()
+    assert changed.fingerprint() != RunConfig(data=ArithmeticData()).fingerprint()
 
 
 @pytest.mark.parametrize("override", ["algorithm.std=batch", "algorithm.advantage_clip=5"])
 def test_keys_added_after_runs_were_stored_are_not_in_the_identity_at_their_default(override):
     key = override.partition(".")[2].partition("=")[0]
     plain, changed = (accepted("algorithm.kind=grpo", *more) for more in ([], [override]))
-    assert plain.fingerprint() == RunConfig().fingerprint() != changed.fingerprint()
+    assert plain.fingerprint() == RunConfig(data=ArithmeticData()).fingerprint() != changed.fingerprint()
     assert key not in plain.identity()["algorithm"]
     assert parse_config(changed.identity(), source="run.json").fingerprint() == changed.fingerprint()
     assert key not in RecreditTerms(algorithm=plain.algorithm).as_recorded()["algorithm"]
@@ -210,7 +213,8 @@ def write_config(path: Path, text: str) -> Path:
 
 
 def test_a_file_extends_another_key_by_key_and_another_kind_or_list_replaces_the_old_one(tmp_path):
-    first = 'name = "first"\niterations = 7\nupdate = {minibatches = 8, learning_rate = 1e-4}'
+    data = 'data = {kind = "file", path = "a.jsonl"}'
+    first = f'name = "first"\niterations = 7\n{data}\nupdate = {{minibatches = 8, learning_rate = 1e-4}}'
     write_config(tmp_path / "first.toml", first)
     base = 'extends = "first.toml"\npolicy = {kind = "scratch", layers = 3}\nupdate.minibatches = 2'
     write_config(tmp_path / "base.toml", base)

@@ -4,10 +4,10 @@ import pytest
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.runs import create_run
-from rheostat.models.config.data import ArithmeticData
 from rheostat.models.inspection.problems import check_sizes
 from rheostat.tasks.run.preflight import unset_keys, with_data_sized_defaults, with_recorded_defaults
 from tests.support.configurations import accepted
+from tests.support.demos import ArithmeticData
 
 FEW = {"train_problems": 47.0, "max_prompts": 47.0, "heldout_problems": 3.0}
 
@@ -75,7 +75,7 @@ def test_a_default_that_exceeds_the_problems_is_not_refused_and_a_set_value_is()
 
 
 def test_a_default_that_exceeds_the_generated_problems_is_reduced():
-    made = accepted("data.kind=arithmetic", "data.heldout_problems=8")
+    made = accepted("data.options.heldout_problems=8")
     config, told = with_data_sized_defaults(made, {"train_problems": 4096, "max_prompts": 4096, "heldout_problems": 8})
     assert config.evaluation.problems == 8
     assert len(told) == 1

@@ -12,18 +12,28 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
 from rheostat.flows.cli.app import main
-from rheostat.infra.demos import DEMOS, FORMER_DATA_KINDS, FORMER_POLICY_KINDS, FORMER_TARGETS, demo_names
+from rheostat.infra.demos import (
+    DEMOS,
+    EXAMPLES,
+    FORMER_DATA_KINDS,
+    FORMER_POLICY_KINDS,
+    FORMER_TARGETS,
+    demo_files,
+    demo_names,
+    find_example,
+    is_in_demo,
+)
 from rheostat.infra.errors import BadInput, DeprecatedSpelling
 from rheostat.infra.plugins import TARGETS, find_target
 from rheostat.models.data.problems import load_problems
 from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import RunConfig, load_config, parse_config
 from rheostat.tasks.run.dependencies import dependencies_of
-from tests.support.demos import demo_job, load_demo
+from tests.support.demos import ARITHMETIC, demo_job, load_demo
 from tests.support.jobs import ROOT, SEARCH_PATH
 
 SMALL = {"train_problems": 8, "heldout_problems": 2}
-OPTIONS = dict.fromkeys(("calculations", "measures", "pictures"), SMALL)
+OPTIONS = dict.fromkeys(("arithmetic", "calculations", "measures", "pictures"), SMALL)
 each_kind = pytest.mark.parametrize("kind", FORMER_DATA_KINDS)
 
 
@@ -43,7 +53,7 @@ def job_with(data: dict[str, object]) -> dict[str, object]:
 
 @each_kind
 def test_a_former_kind_gives_the_same_run_as_the_demonstration_and_one_warning(kind, tmp_path):
-    demo, _, target = FORMER_DATA_KINDS[kind].partition("/")
+    target, demo = FORMER_DATA_KINDS[kind].rpartition("/")[2], find_example(FORMER_DATA_KINDS[kind])
     options = OPTIONS.get(kind, {})
     old, warned = read(job_with({"kind": kind, **options}), tmp_path)
     new, silent = read(job_with({"kind": "target", "target": target, "options": options}), tmp_path)
@@ -138,7 +148,7 @@ def test_a_run_records_the_former_import_string_of_a_data_source_and_of_a_reward
 
 def test_a_former_kind_of_reward_gives_the_same_run_and_one_warning(tmp_path):
     rewards = {"rewards": [{"kind": "regex", "pattern": "a"}, {"kind": "painting", "weight": 2}]}
-    config, [warned] = read({"scoring": rewards}, tmp_path)
+    config, [warned] = read({"data": ARITHMETIC, "scoring": rewards}, tmp_path)
     assert warned == (
         f"{tmp_path}/job.toml: scoring.rewards.kind = 'painting' is deprecated. Write kind = 'target' and target = "
         "'painting:painting', with painting.py from `rheostat init DIR --example paint`."
@@ -206,6 +216,28 @@ def test_init_copies_a_demonstration_once_and_lists_all_names(tmp_path, monkeypa
     assert main(["init", "other", "--example", "soup", "--deployments"]) == 2
     assert "--deployments cannot be combined with --example" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_copied_demonstration_contains_the_shared_module_that_its_job_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "copy", "--example", "capo"]) == 0
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {path.name for path in demo_files("capo")}
+    code = (
+        "from rheostat.flows.cli.app import main\n"
+        "from rheostat.tasks.config.run import load_config\n"
+        "from pathlib import Path\n"
+        "assert main(['plan', 'copy/job.toml']) == 0\n"
+        "print(load_config(Path('copy/job.toml')).identity()['data']['target'])"
+    )
+    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
+    environment = kept | {"PYTHONPATH": SEARCH_PATH}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("\narithmetic:ArithmeticData\n"), done.stderr
+
+
+def test_a_users_module_next_to_the_example_jobs_is_not_part_of_a_demonstration():
+    assert is_in_demo(EXAMPLES / "arithmetic.py")
+    assert not is_in_demo(EXAMPLES / "my_rewards.py")
 
 
 @pytest.mark.thorough

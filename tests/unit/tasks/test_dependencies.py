@@ -22,11 +22,13 @@ from rheostat.models.config.environments import EnvironmentConfig
 from rheostat.models.config.rollout import RolloutConfig
 from rheostat.models.data.image_files import image_files
 from rheostat.models.data.rows import read_rows
+from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import RunConfig, load_config, parse_config
 from rheostat.tasks.run import dependencies
 from rheostat.tasks.run.dependencies import dependencies_of, find_matching_run
 from tests.support.configurations import accepted
 from tests.support.data_files import write_lines
+from tests.support.demos import ARITHMETIC
 from tests.support.memory_bucket import memory_bucket
 from tests.support.pictures import picture
 
@@ -246,7 +248,7 @@ def test_a_model_in_a_bucket_is_recorded_like_the_same_model_on_this_machine(
 
         def find(place: str) -> dict[str, str]:
             settings = json.loads(json.dumps({"name": "job", **document}).replace("PLACE", place))
-            found = dependencies_of(parse_config(settings, source="job")).data
+            found = dependencies_of(parse_config({"data": ARITHMETIC} | settings, source="job")).data
             return {name.removeprefix(f"{place}/"): each.digest for name, each in found.items()}
 
         local = find(str(tmp_path / "model"))
@@ -285,7 +287,7 @@ def test_dependencies_include_the_chats_of_the_warm_up_and_their_images():
     write_lines(Path("chats/chats.jsonl"), row)
     Path("chats/red.png").write_bytes(RED)
     chats = "[warmup.chats]\npath = 'chats/chats.jsonl'\nimages_column = 'images'\n"
-    Path("job.toml").write_text(f'name = "job"\n{chats}')
+    Path("job.toml").write_text(f'name = "job"\ndata = {toml_value(ARITHMETIC)}\n{chats}')
     found = dependencies_of(load_config(Path("job.toml")))
     assert {*found.data} == {"chats/chats.jsonl", "chats/*"}
     Path("chats/red.png").write_bytes(BLUE)

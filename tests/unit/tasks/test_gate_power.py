@@ -9,10 +9,11 @@ from tests.support.jobs import ROOT
 
 JOB = """
 store = "{store}"
-data.kind = "arithmetic"
+data = {{kind = "target", target = "arithmetic:ArithmeticData"}}
 policy.kind = "scratch"
 [[evaluations]]
 name = "sums"
+data = {{kind = "target", target = "arithmetic:ArithmeticData"}}
 problems = 256
 rewards = [{{kind = "numeric"}}, {{name = "marked", weight = 0, kind = "regex", pattern = "####"}}]
 [promotion]

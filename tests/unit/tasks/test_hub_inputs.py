@@ -35,11 +35,13 @@ from rheostat.models.modeling.initial import write_policy as write_initial_polic
 from rheostat.models.modeling.policy import save_policy
 from rheostat.models.proposals.job import propose_job
 from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import RunConfig, parse_config
 from rheostat.tasks.retriever import lock_retriever, with_recorded_defaults
 from rheostat.tasks.run.dependencies import dependencies_of
 from rheostat.tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_base_commits, with_hub_commits
 from rheostat.tasks.soup.merging import weighted_parents
+from tests.support.demos import ARITHMETIC
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 
@@ -74,7 +76,7 @@ def sums(shift=0):
 
 
 def job(document=JOB, *, folder="", recorded=False):
-    return parse_config(place_texts(document, folder), source="job", recorded=recorded)
+    return parse_config({"data": ARITHMETIC} | place_texts(document, folder), source="job", recorded=recorded)
 
 
 @pytest.fixture
@@ -431,7 +433,7 @@ def test_every_key_for_a_model_or_data_takes_a_name_of_the_hub(document, kind):
 
 # ---- commands
 def test_evaluate_takes_the_name_of_a_model_of_the_hub(hub, tmp_path):
-    (tmp_path / "job.toml").write_text('name = "r"\n')
+    (tmp_path / "job.toml").write_text(f'name = "r"\ndata = {toml_value(ARITHMETIC)}\n')
     config = _build_evaluation_config("team/tiny@v1", tmp_path / "job.toml", [])
     assert config.policy.path.address == HubAddress("model", "team/tiny", "v1")
 

@@ -22,6 +22,7 @@ from rheostat.tasks.run.batch import Batch, BatchPlan
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.open_run import OpenRun, open_with_workers
+from tests.support.demos import ARITHMETIC
 
 
 def plan(run: Run, wave: int) -> BatchPlan:
@@ -103,7 +104,7 @@ def test_no_task_has_a_cache_in_prefect():
 
 
 async def test_there_is_no_current_placement_before_the_first_iteration(run, tmp_path):
-    config = override_config({}, ("pools.cluster=threads",), source="run.toml")
+    config = override_config({"data": ARITHMETIC}, ("pools.cluster=threads",), source="run.toml")
     async with open_with_workers(run, config, store=str(tmp_path)) as open_run:
         placement = get_placement(open_run, before=0)
         assert placement.current_plan is None
@@ -111,7 +112,7 @@ async def test_there_is_no_current_placement_before_the_first_iteration(run, tmp
 
 
 async def test_a_finished_run_opens_no_cluster(run, tmp_path):
-    config = override_config({}, ("pools.cluster=ray", "pools.gpus_per_worker=1"), source="run.toml")
+    config = override_config({"data": ARITHMETIC}, ("pools.cluster=ray", "pools.gpus_per_worker=1"), source="run.toml")
     async with open_with_workers(
         run, config, store=str(tmp_path), preloads_all_roles=True, is_finished=True
     ) as open_run:

@@ -17,8 +17,10 @@ from rheostat.infra.store.runs import Run, create_run
 from rheostat.infra.validation_errors import field_models
 from rheostat.models.config.retriever import PairFile, RetrieverConfig
 from rheostat.models.config.users import DirectoryUser
+from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import RunConfig, load_config, parse_config, validate_again
 from rheostat.tasks.run.dependencies import dependencies_of, find_matching_run
+from tests.support.demos import ARITHMETIC
 
 JOB = """
 name = "job"
@@ -79,7 +81,9 @@ def test_relative_paths_in_overrides_start_in_the_working_directory(job, tmp_pat
 
 
 def test_relative_paths_in_documents_without_a_file_stay_relative():
-    config = parse_config({"policy": {"kind": "directory", "path": "mine"}}, source="parameters of a flow")
+    config = parse_config(
+        {"data": ARITHMETIC, "policy": {"kind": "directory", "path": "mine"}}, source="parameters of a flow"
+    )
     assert config.policy.path == Path("mine")
 
 
@@ -147,7 +151,9 @@ def test_a_run_whose_record_has_paths_of_the_working_directory_or_absolute_ones_
 def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path(job, tmp_path):
     store = str(tmp_path / "project/runs")
     first = create_run(store, "first", {})
-    job.write_text('policy = {kind = "directory", path = "../runs/first/policies/1"}')
+    job.write_text(
+        f'data = {toml_value(ARITHMETIC)}\npolicy = {{kind = "directory", path = "../runs/first/policies/1"}}'
+    )
     second = create_run(store, "second", load_config(job).identity())
     record(second, load_config(job))
     assert depends_on(second, first) and not depends_on(first, second)

@@ -15,9 +15,10 @@ from rheostat.infra.renamed import RenamedFrom, RenamedValue
 from rheostat.infra.store.runs import create_run, open_run
 from rheostat.infra.terminal import command_app, run_command
 from rheostat.infra.validation_errors import field_models
+from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import _HOW, RunConfig, load_config, override_config, parse_config
 from tests.support.configurations import accepted, refusal
-from tests.support.demos import demo_part
+from tests.support.demos import ARITHMETIC, demo_part
 
 UPGRADING = Path(__file__).parents[3] / "docs/upgrading.md"
 
@@ -46,10 +47,15 @@ class Case(BaseModel):
         return tomllib.loads("\n".join((*self.more, *lines)))
 
 
-CASES = [
-    Case.model_validate(case) for case in tomllib.loads(Path(__file__).with_name("renamed.toml").read_text())["case"]
-]
-BOTH_KEYS = [case for case in CASES if case.leaves[0] != "return"]
+def read_case(case):
+    """Read a case, and add data if the case names none."""
+    more = case.get("more", [])
+    has_data = any(line.startswith(("data.", "data ")) for line in (*more, case["old"]))
+    return Case.model_validate(case | {"more": more if has_data else [f"data = {toml_value(ARITHMETIC)}", *more]})
+
+
+CASES = [read_case(case) for case in tomllib.loads(Path(__file__).with_name("renamed.toml").read_text())["case"]]
+BOTH_KEYS = [case for case in CASES if case.leaves[0] not in ("return", "arithmetic")]
 WARNED = "ignore::rheostat.infra.errors.DeprecatedSpelling"
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.old.partition(" = ")[0])
 
@@ -168,7 +174,7 @@ def test_both_spellings_of_a_key_in_one_table_are_refused_by_name(case):
 def test_a_file_and_an_override_may_have_different_spellings(tmp_path):
     (tmp_path / "base.toml").write_text("warmup.worked_fraction = 0.1\ncontrollers.span = 7")
     job = tmp_path / "job.toml"
-    job.write_text('extends = "base.toml"\nwarmup.worked_answer_fraction = 0.2')
+    job.write_text(f'extends = "base.toml"\ndata = {toml_value(ARITHMETIC)}\nwarmup.worked_answer_fraction = 0.2')
     assert load_config(job).warmup.worked_answer_fraction == 0.2
     config = load_config(job, ["warmup.worked_fraction=0.3", "controllers.iterations_per_flow_run="])
     assert (config.warmup.worked_answer_fraction, config.controllers.iterations_per_flow_run) == (0.3, 50)
@@ -179,7 +185,7 @@ def test_a_file_and_an_override_may_have_different_spellings(tmp_path):
 def test_messages_have_the_present_names(tmp_path):
     assert "did you mean 'worked_answer_fraction'" in refusal("warmup.worked_fractio=1")
     assert "'data.similarity', which only kind = 'deduplicated' has" in refusal(
-        "data.kind=arithmetic", "data.bound=0.5"
+        "data.kind=file", "data.path=a.jsonl", "data.bound=0.5"
     )
     config = accepted("name=old", f"store={tmp_path}", "warmup.worked_fraction=0.5")
     create_run(str(tmp_path), "old", config.identity())
@@ -207,6 +213,7 @@ def test_options_of_a_class_of_a_user_may_have_the_old_spelling(tmp_path):
 def test_a_command_prints_one_line_for_each_old_name(tmp_path, capsys):
     job = tmp_path / "job.toml"
     job.write_text(
+        f"data = {toml_value(ARITHMETIC)}\n"
         "alarms = [{ kind = 'kl', returns = 1, bound = 1 }, { kind = 'reward_dip', returns = 2 }]\ncontrollers.span = 3"
     )
 

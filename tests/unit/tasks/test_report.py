@@ -27,6 +27,7 @@ from rheostat.tasks.views.report.sections import missing
 from rheostat.tasks.views.run_list import list_run_lines
 from rheostat.tasks.views.run_progress import ProgressReader
 from rheostat.tasks.views.runs import describe_run
+from tests.support.demos import ARITHMETIC
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
 from tests.support.long_runs import write_long_run
@@ -168,13 +169,13 @@ def test_the_selection_of_iterations_includes_the_first_and_the_last():
 
 def test_the_configuration_of_a_page_reproduces_the_run(store):
     rewards = [{"kind": "regex", "pattern": '"\\d\x7f\n'}, {"kind": "code", "name": "runs", "weight": 0.5}]
-    config = override_config({"name": "x", "scoring": {"rewards": rewards}}, [], source="x")
+    config = override_config({"name": "x", "data": ARITHMETIC, "scoring": {"rewards": rewards}}, [], source="x")
     again = override_config({"name": "x", **tomllib.loads(toml(config.identity()))}, [], source="page")
     assert again.identity() == config.identity()
 
 
 def test_a_report_shows_the_rows_that_drop_left_out_but_not_the_blank_completions_of_a_judge(tmp_path):
-    run = create_run(str(tmp_path), "x", override_config({"name": "x"}, [], source="x").identity())
+    run = create_run(str(tmp_path), "x", override_config({"name": "x", "data": ARITHMETIC}, [], source="x").identity())
     results = {
         PROMPTS["train"]: {"prompts": 4, "too_long": 1200, "empty": 2},
         PROMPTS["heldout"]: {"prompts": 4, "too_long": 0},

@@ -29,6 +29,7 @@ from rheostat.tasks.run.rescorings import (
     sealed_numbers,
     with_rescoring_commits,
 )
+from tests.support.demos import ARITHMETIC
 
 
 def commit_iteration(run, derived, number):
@@ -64,7 +65,7 @@ TAUGHT = {"kind": "grpo", "distillation": {"coefficient": 1, "teacher": {"kind":
 
 def begin_run(tmp_path, **tables):
     """Create a run with its dependencies and one result, as the start of a run does."""
-    config = with_hub_commits(parse_config(place_texts({"name": "r", **tables}, ""), source="job"))
+    config = with_hub_commits(parse_config(place_texts({"name": "r", "data": ARITHMETIC, **tables}, ""), source="job"))
     stored_run = create_run(str(tmp_path), "r", config.identity())
     with stored_run.lock():
         record_dependencies(stored_run, dependencies_of(config), iteration=1)

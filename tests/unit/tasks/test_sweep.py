@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from rheostat.flows.cli.app import main
 from rheostat.infra.store.runs import create_run
+from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import load_config, override_config
 from rheostat.tasks.config.sweep import read_points, sweep_points
 from rheostat.tasks.views.sweep import swept_run
+from tests.support.demos import ARITHMETIC
 
 
 def run_names(*grids: str, listed: tuple[dict[str, str], ...] = ()) -> list[str]:
@@ -53,7 +55,9 @@ def test_every_point_has_a_unique_and_valid_run_name(values):
     points = sweep_points("demo", [], [{"data.path": value} for value in values])
     assert len({point.name for point in points}) == len(values)
     for point in points:
-        assert override_config({}, [f"name={json.dumps(point.name)}"], source="here").name == point.name
+        assert (
+            override_config({"data": ARITHMETIC}, [f"name={json.dumps(point.name)}"], source="here").name == point.name
+        )
 
 
 def test_a_points_name_depends_on_its_values_alone():
@@ -73,14 +77,16 @@ def test_a_list_contains_dotted_keys_or_tables(suffix, tmp_path):
     first, second = read_points(path)
     assert first == {"update.learning_rate": "0.001", "report": "false"}
     assert second["update.learning_rate"] == "0.1"
-    [reward] = override_config({}, [f"scoring.rewards={second['scoring.rewards']}"], source="here").scoring.rewards
+    [reward] = override_config(
+        {"data": ARITHMETIC}, [f"scoring.rewards={second['scoring.rewards']}"], source="here"
+    ).scoring.rewards
     assert reward.kind == "math"
     assert second["warmup"] == ("" if suffix == "jsonl" else '""')
 
 
 def test_the_table_of_a_sweep_shows_the_status_of_its_runs_and_starts_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("job.toml").write_text('name = "job"\n')
+    Path("job.toml").write_text(f'name = "job"\ndata = {toml_value(ARITHMETIC)}\n')
     begun = load_config(Path("job.toml"), ["seed=1", "name=job.seed-1"])
     create_run(begun.store, begun.name, begun.identity())
     assert main(["sweep", "job.toml", "seed=1,2", "--table"]) == 0
@@ -97,6 +103,6 @@ def test_the_table_of_a_sweep_shows_the_status_of_its_runs_and_starts_none(tmp_p
 
 
 def test_a_failed_run_of_a_sweep_has_its_error(tmp_path):
-    config = override_config({}, [f"store={tmp_path}", "name=job"], source="here")
+    config = override_config({"data": ARITHMETIC}, [f"store={tmp_path}", "name=job"], source="here")
     run = swept_run(config, {"seed": "1"}, error="no such file")
     assert (run.status, run.error, run.accuracy) == ("failed", "no such file", None)

@@ -33,6 +33,7 @@ from rheostat.models.records.versions import ModelVersion
 from rheostat.placement.policies.build import build_policy
 from rheostat.tasks.config.run import RunConfig, override_config
 from rheostat.tasks.run.dependencies import dependencies_of
+from tests.support.demos import ArithmeticData
 from tests.support.experiences import NAN, Drawn, experience
 from tests.support.losses import doubles, pass_tokens
 from tests.support.pages import EXTENDING, write_page
@@ -149,7 +150,7 @@ def test_a_configuration_has_objects_of_the_classes_that_it_names(folder):
     assert config.algorithm.overlong.buffer == 4
     assert config.update.loss.aggregation.kind == "sequence"
     assert pickle.loads(pickle.dumps(config.algorithm)) == config.algorithm, "workers receive the same object"
-    given = RunConfig(algorithm=config.algorithm, evaluation={"problems": 1})
+    given = RunConfig(data=ArithmeticData(), algorithm=config.algorithm, evaluation={"problems": 1})
     assert RunConfig.model_validate_json(given.model_dump_json()).algorithm == config.algorithm
 
 

@@ -11,13 +11,14 @@ from rheostat.infra.store.runs import create_run
 from rheostat.tasks.config.run import override_config
 from rheostat.tasks.promotion.draft import draft_retrain, find_unfinished
 from tests.support.champions import append_record
+from tests.support.demos import ARITHMETIC
 
 MONDAY, TUESDAY, WEDNESDAY = (date(2026, 11, day) for day in (9, 10, 11))
 RULES = {"registry": "assistant", "primary": {"suite": "heldout", "min_gain": 0}}
 
 
 def job(store, **settings):
-    return override_config({"name": "job", "store": str(store), **settings}, [], source="job")
+    return override_config({"name": "job", "data": ARITHMETIC, "store": str(store), **settings}, [], source="job")
 
 
 def begin(store, *names):
