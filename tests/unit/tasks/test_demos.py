@@ -40,7 +40,8 @@ each_kind = pytest.mark.parametrize("kind", FORMER_DATA_KINDS)
 def read(document: dict[str, object], folder: Path) -> tuple[RunConfig, list[str]]:
     """Load a job file with these tables; return the configuration and the deprecation warnings."""
     path = folder / "job.toml"
-    path.write_text("\n".join(f"{name} = {toml_value(value)}" for name, value in document.items()))
+    tables = {"data": ARITHMETIC, **document}
+    path.write_text("\n".join(f"{name} = {toml_value(value)}" for name, value in tables.items()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = load_config(path)
