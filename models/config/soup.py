@@ -97,8 +97,8 @@ class SoupConfig(Settings):
         num_heldout = data.num_heldout_problems
         if num_heldout is not None and self.statistics_prompts > num_heldout:
             yield (
-                f"soup.statistics_prompts is {self.statistics_prompts}, but data.heldout_problems is {num_heldout}. "
-                "Lower the first, or raise the second"
+                f"soup.statistics_prompts is {self.statistics_prompts}, but data.options.heldout_problems is "
+                f"{num_heldout}. Lower the first, or raise the second"
             )
         if self.candidates and update.schedule != "constant":
             yield (

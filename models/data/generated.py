@@ -30,8 +30,9 @@ def sample_problems(
         if is_new:
             problems[name] = problem
     if len(problems) < wanted:
+        size_of_split = f"data.options.{split}_problems"
         raise BadInput(
-            f"data.{split}_problems is {wanted}, but only {format_count(len(problems), 'different problem')} could be "
-            f"generated. Lower data.{split}_problems{f', or raise {size_key}' if size_key else ''}."
+            f"{size_of_split} is {wanted}, but only {format_count(len(problems), 'different problem')} could be "
+            f"generated. Lower {size_of_split}{f', or raise {size_key}' if size_key else ''}."
         )
     return list(problems.values())

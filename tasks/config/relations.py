@@ -26,8 +26,8 @@ def find_size_conflicts(
     problems, limit = evaluation.problems, data.num_heldout_problems
     if limit is not None and problems > limit and "problems" in evaluation.model_fields_set:
         yield (
-            f"evaluation.problems is {problems}, but data.heldout_problems is only {limit}. Lower the first, or raise "
-            "the second."
+            f"evaluation.problems is {problems}, but data.options.heldout_problems is only {limit}. "
+            "Lower the first, or raise the second."
         )
     if rollout.sampling.temperature == 0:
         yield (

@@ -244,5 +244,7 @@ def test_a_users_module_next_to_the_example_jobs_is_not_part_of_a_demonstration(
 @pytest.mark.thorough
 def test_problems_of_a_demonstration_do_not_exceed_its_distinct_problems(tmp_path):
     config = load_demo("tools", "data.options={train_problems=100000}")
-    with pytest.raises(BadInput, match=r"data\.train_problems is 100000, but only [\d,]+ different problems could"):
+    with pytest.raises(
+        BadInput, match=r"data\.options\.train_problems is 100000, but only [\d,]+ different problems could"
+    ):
         load_problems(config.data, "train", 0)
