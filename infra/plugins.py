@@ -8,11 +8,12 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from rheostat.infra import runner
-from rheostat.infra.demos import DEMOS, EXAMPLES, FORMER_TARGETS, demo_folder
+from rheostat.infra.demos import DEMOS, EXAMPLES, FORMER_TARGETS, SHARED_MODULES, demo_folder
 from rheostat.infra.errors import BadInput
 from rheostat.infra.former_names import allow_former_imports, present_name
 from rheostat.infra.runner import nearest_name
@@ -35,10 +36,15 @@ folders are searched last."""
 
 
 def find_target(target: str, *, where: str) -> object:
-    """Import the object that the import string `target` names, and return it. Raises BadInput if it cannot be imported.
+    """Import the object that the import string `target` names, and return it. The modules that the example jobs share
+    are found without their folder if no other module has the name. Raises BadInput if the object cannot be imported.
     The message starts with `where` and suggests the most similar name."""
     target = present_target(target)
     add_target_folders()
+    module = target.partition(":")[0]
+    if EXAMPLES / f"{module}.py" in SHARED_MODULES and find_spec(module) is None:
+        register_target_folder(EXAMPLES)
+        add_target_folders()
     try:
         return runner.import_target(target, where)
     except runner.InvalidTarget as error:

@@ -22,12 +22,19 @@ from typing import Any
 import psutil
 
 import rheostat
-from rheostat.infra.demos import DEMOS, demo_names
-from rheostat.infra.plugins import register_target_folder
+from rheostat.infra.demos import DEMOS, EXAMPLES, demo_names
+from rheostat.infra.plugins import TARGETS, register_target_folder
 from tests.support.processes import die_with_parent
 
-for demonstration in demo_names():
-    register_target_folder(DEMOS / demonstration)  # jobs of tests use their data and rewards
+
+def demo_folders() -> list[Path]:
+    """Return the folders of the data and rewards that jobs of tests use."""
+    return [EXAMPLES, *(DEMOS / name for name in demo_names())]
+
+
+for folder in demo_folders():
+    register_target_folder(folder)
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,6 +271,8 @@ class Job:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         api = {} if self.api is None else {"PREFECT_API_URL": self.api, **AUTH}
         planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": search_path(self.path)}
+        folders = [*filter(None, kept.get(TARGETS, "").split(os.pathsep)), *map(str, demo_folders())]
+        planted[TARGETS] = os.pathsep.join(dict.fromkeys(folders))
         return kept | api | planted | {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
 
 

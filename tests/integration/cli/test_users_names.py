@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rheostat.infra.demos import EXAMPLES
 from rheostat.infra.plugins import TARGETS
 from rheostat.models.config.reward_terms import TargetReward
 from rheostat.models.config.rewards import ScoringConfig
@@ -26,6 +27,7 @@ def folder(tmp_path: Path) -> Path:
     ours = '{kind = "target", name = "steps", target = "models.rewards.arithmetic_steps:wrong_steps", per = "step"}'
     lines = [f"rewards = [{terms}, {ours}]" if line.startswith("rewards") else line for line in TINY.splitlines()]
     (tmp_path / "job.toml").write_text("\n".join(lines))
+    (tmp_path / "arithmetic.py").write_bytes((EXAMPLES / "arithmetic.py").read_bytes())
     return tmp_path
 
 

@@ -236,6 +236,20 @@ def test_a_copied_demonstration_contains_the_shared_module_that_its_job_names(tm
     assert done.stdout.endswith("\narithmetic:ArithmeticData\n"), done.stderr
 
 
+@pytest.mark.parametrize(("own", "folders"), [(False, f"{EXAMPLES}\n"), (True, "None\n")])
+def test_the_shared_module_is_found_from_everywhere_unless_the_user_has_a_module_of_its_name(own, folders, tmp_path):
+    if own:
+        shutil.copy(EXAMPLES / "arithmetic.py", tmp_path)
+    code = (
+        "import os\nfrom rheostat.infra.plugins import TARGETS, find_target\n"
+        "find_target('arithmetic:ArithmeticData', where='data')\nprint(os.environ.get(TARGETS))"
+    )
+    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
+    environment = kept | {"PYTHONPATH": SEARCH_PATH}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == folders, done.stderr
+
+
 def test_a_users_module_next_to_the_example_jobs_is_not_part_of_a_demonstration():
     assert is_in_demo(EXAMPLES / "arithmetic.py")
     assert not is_in_demo(EXAMPLES / "my_rewards.py")
