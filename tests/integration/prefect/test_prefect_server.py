@@ -22,7 +22,7 @@ from rheostat.infra.store.runs import open_run
 from rheostat.tasks.config.run import RunConfig, load_config
 from rheostat.tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
-from tests.support.demos import ArithmeticData
+from tests.support.demos import ARITHMETIC, ArithmeticData
 from tests.support.deployments import Server, flows_below, process_of_flow, run_worker, serve_deployments
 from tests.support.in_process import InProcessJob, prefect_at
 from tests.support.jobs import ROOT, TINY, Job, list_running, manifests_of, process_tree, wait_for
@@ -134,7 +134,7 @@ def test_each_scheduled_retrain_is_a_separate_run():
     ],
 )
 def test_wrong_parameters_are_refused_before_anything_starts(server, config, told):
-    answer = server.ask("train/train", {"config": config})
+    answer = server.ask("train/train", {"config": {"data": ARITHMETIC} | config})
     assert answer.status_code == 409
     assert told in answer.text
 
@@ -159,8 +159,9 @@ async def test_a_variable_may_name_the_directory_of_a_run_or_a_value_of_its_form
         await run_steps(server.deployment("evaluate/evaluate")["pull_steps"])
     assert Path.cwd() == tmp_path / "later"
     store = {"__prefect_kind": "workspace_variable", "variable_name": "rheostat_store"}
-    run = server.trigger("train/train", {"config": {"store": store, "name": "first"}})
-    assert server.get(f"/flow_runs/{run}")["parameters"]["config"] == {"store": "s3://bucket/runs", "name": "first"}
+    sent = {"name": "first", "data": ARITHMETIC}
+    run = server.trigger("train/train", {"config": {"store": store, **sent}})
+    assert server.get(f"/flow_runs/{run}")["parameters"]["config"] == {"store": "s3://bucket/runs", **sent}
     server.cancel(run)
 
 

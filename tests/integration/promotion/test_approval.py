@@ -144,8 +144,8 @@ def test_an_answer_after_a_change_of_champion_is_refused_in_one_line(asking):
 
 
 def test_a_retrain_at_a_terminal_prints_the_command_that_signs_the_proposal(restored, capsys):
-    job, (keys, rules) = restored.job, PROPOSING.split("[promotion]")
-    (job.home / "tiny.toml").write_text(f"{keys}{TINY}[promotion]{rules}")
+    job = restored.job
+    (job.home / "tiny.toml").write_text(TINY + PROPOSING)
     here = ["--store", str(job.store), "--day", "2026-11-02", "pools.cluster=threads", *OVERRIDES]
     with job.prefect():
         assert main(["retrain", str(job.home / "tiny.toml"), *here]) == 0
