@@ -51,7 +51,7 @@ test-system: $(VENV)/.dev  ## whole runs, real clusters, ranks and servers, most
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "system and not slow" $(ARGS)
 
 test-thorough: export PYTHONDONTWRITEBYTECODE :=
-test-thorough: $(VENV)/.dev  ## the costly tests and further cases that the default suite leaves out, in one process each module
+test-thorough: $(VENV)/.dev  ## the costly tests and further cases that the default suite leaves out, on all cores
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "thorough and not system" $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from rheostat.infra import runner
-from rheostat.infra.demos import DEMOS, EXAMPLES, FORMER_TARGETS, SHARED_MODULES, demo_folder
+from rheostat.infra.demos import EXAMPLES, FORMER_TARGETS, SHARED_MODULES, demo_folder
 from rheostat.infra.errors import BadInput
 from rheostat.infra.former_names import allow_former_imports, present_name
 from rheostat.infra.runner import nearest_name
@@ -53,11 +53,8 @@ def find_target(target: str, *, where: str) -> object:
 
 def register_target_folder(folder: Path) -> None:
     """Add a folder with users' Python modules to the folders that are searched for imports, in this process and in all
-    processes that it starts later. The folder of an installed demonstration is added with the folder of the modules
-    that demonstrations share."""
-    place = folder.resolve()
-    added = [str(place), *([str(EXAMPLES)] if place.is_relative_to(DEMOS) else [])]
-    os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), *added]))
+    processes that it starts later."""
+    os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
 
 
 def register_demo(place: str) -> str:

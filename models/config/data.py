@@ -315,6 +315,6 @@ class TargetData(Target):
 
 DataConfig = Annotated[
     DataSource,
-    OneOf((*(FileData, MixtureData, DeduplicatedData, TargetData),)),
+    OneOf((FileData, MixtureData, DeduplicatedData, TargetData)),
     Field(examples=[{"kind": "file", "path": "problems.jsonl"}]),
 ]

@@ -37,6 +37,13 @@ OPTIONS = dict.fromkeys(("arithmetic", "calculations", "measures", "pictures"), 
 each_kind = pytest.mark.parametrize("kind", FORMER_DATA_KINDS)
 
 
+def run_alone(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run Python code in another process, which knows no folder with modules of demonstrations."""
+    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
+    environment = kept | {"PYTHONPATH": SEARCH_PATH}
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+
+
 def read(document: dict[str, object], folder: Path) -> tuple[RunConfig, list[str]]:
     """Load a job file with these tables; return the configuration and the deprecation warnings."""
     path = folder / "job.toml"
@@ -126,8 +133,7 @@ def test_a_process_that_knows_no_folder_reads_a_former_kind():
         "config = override_config({}, ['data.kind=measures', 'data.train_problems=4'], source='job')\n"
         "print(len(load_problems(config.data, 'train', 0)))"
     )
-    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=kept, capture_output=True, text=True)
+    done = run_alone(code, ROOT)
     assert done.stdout == "4\n", done.stderr
 
 
@@ -175,9 +181,7 @@ def test_a_copy_of_a_demonstration_is_code_of_the_user(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     assert main(["init", "copy", "--example", "dialogue"]) == 0
-    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    environment = kept | {"PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = run_alone(code, tmp_path)
     assert done.stdout == "measures:MeasuresData measures\n", done.stderr
 
 
@@ -188,9 +192,7 @@ def test_a_module_of_the_user_that_hides_a_demonstration_is_named(tmp_path):
         "from rheostat.tasks.config.run import override_config\n"
         "override_config({}, ['data.kind=measures'], source='job')"
     )
-    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    environment = kept | {"PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_alone(code, tmp_path)
     assert f"another module has the same name: {tmp_path}/measures.py. Rename that module" in done.stderr
 
 
@@ -230,9 +232,7 @@ def test_a_copied_demonstration_contains_the_shared_module_that_its_job_names(tm
         "assert main(['plan', 'copy/job.toml']) == 0\n"
         "print(load_config(Path('copy/job.toml')).identity()['data']['target'])"
     )
-    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    environment = kept | {"PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = run_alone(code, tmp_path)
     assert done.stdout.endswith("\narithmetic:ArithmeticData\n"), done.stderr
 
 
@@ -244,9 +244,7 @@ def test_the_shared_module_is_found_from_everywhere_unless_the_user_has_a_module
         "import os\nfrom rheostat.infra.plugins import TARGETS, find_target\n"
         "find_target('arithmetic:ArithmeticData', where='data')\nprint(os.environ.get(TARGETS))"
     )
-    kept = {name: value for name, value in os.environ.items() if name != TARGETS}
-    environment = kept | {"PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_alone(code, tmp_path)
     assert done.stdout == folders, done.stderr
 
 
