@@ -16,7 +16,6 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -30,14 +29,13 @@ from prefect.settings import (
     PREFECT_UI_API_URL,
     temporary_settings,
 )
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rheostat.infra.http_guard import restrict_hosts
 from rheostat.infra.runner import die_with_parent
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+ORIGINS_REMEDY = "Add it to PREFECT_SERVER_CORS_ALLOWED_ORIGINS."
 
 DEFAULTS = {
     PREFECT_SERVER_ANALYTICS_ENABLED: False,
@@ -57,29 +55,13 @@ def serve(port: int, *, password: str, listener: socket.socket | None = None) ->
     interface, or on `listener`, a socket that is already bound."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin_transaction  # type: ignore[method-assign, assignment]
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
-        app = restrict_hosts(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
+        origins = settings.server.api.cors_allowed_origins.split(",")
+        app = restrict_hosts(create_app(final=True), origins, remedy=ORIGINS_REMEDY)
         if not settings.server.analytics_enabled:
             app = block_telemetry(app, settings.server.ui.api_url or "")
         config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=None if listener is None else [listener])
-
-
-def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Wrap an app so that it responds only to requests whose Host header names this machine or the host of one of the
-    `origins`. Requests from web pages of other origins get status 403."""
-
-    async def same_origin(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(raw=scope.get("headers", []))
-        origin = headers.get("origin")
-        if origin is None or {origin, "*"} & {*origins} or origin.partition("://")[2] == headers.get("host"):
-            await app(scope, receive, send)
-        else:
-            refusal = f"Origin {origin} is not allowed. Add it to PREFECT_SERVER_CORS_ALLOWED_ORIGINS."
-            await PlainTextResponse(refusal, status_code=403)(scope, receive, send)
-
-    names = [name for origin in origins if (name := urlsplit(origin).hostname)]
-    return TrustedHostMiddleware(same_origin, allowed_hosts=[*LOOPBACK, *names], www_redirect=False)
 
 
 def block_telemetry(app: ASGIApp, api_url: str) -> ASGIApp:
