@@ -32,7 +32,7 @@ from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
 from rheostat.models.text.calls import ParsedTurn, Parser
-from rheostat.models.text.per_turn import Exchange
+from rheostat.models.text.per_turn import Exchange, decode_turn
 from rheostat.models.text.turns import TurnFormat
 
 MIN_OBSERVATION_TOKENS: Final = 8
@@ -231,7 +231,7 @@ class Episodes:
         )
         if episode.left == 0 and not is_whole:
             return
-        text = self._text(draft.generated_turns()[-1])
+        text = decode_turn(self.form, draft.generated_turns()[-1])
         turn = self.parse(text)
         errors = sum(bool(call.error) for call in turn.calls)
         record = TurnRecord(tokens=draft.num_turn_tokens, calls=len(turn.calls), errors=errors)
@@ -243,13 +243,6 @@ class Episodes:
             episode.spelt.append(self.history.encode_turn(turn, text))
         else:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Decode the tokens of a turn to text, without the token that ends the turn."""
-        text: str = self.form.tokenizer.decode(
-            tokens[:-1] if tokens[-1] in self.form.ends else tokens, skip_special_tokens=False
-        )
-        return text
 
     def _answer(self, live: Sequence[_Episode]) -> None:
         """Request the environment's answers to the turns that have finished. Each answer continues or ends its
@@ -315,7 +308,7 @@ class Episodes:
         budget = group.find_token_budget(self.version, self.partial)
         limit = None if budget is None else draft.num_generated + budget
         is_cut = draft.finish_reason is FinishReason.CUT
-        ended = [self.parse(self._text(turn)) for turn in draft.generated_turns()[:-1]] if is_cut else []
+        ended = [self.parse(decode_turn(self.form, turn)) for turn in draft.generated_turns()[:-1]] if is_cut else []
         return _Episode(number, group, draft, limit, turns=ended)
 
 

@@ -122,6 +122,13 @@ def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool
     return {**encoded, "tool_calls": calls} if calls else encoded
 
 
+def decode_turn(form: TurnFormat, tokens: Sequence[int]) -> str:
+    """Decode the tokens of a turn to text with special tokens, without the token that ends the turn."""
+    own = tokens[:-1] if tokens and tokens[-1] in form.ends else tokens
+    text: str = form.tokenizer.decode(own, skip_special_tokens=False)
+    return text
+
+
 def renders_calls(form: TurnFormat) -> bool:
     """Return whether the chat template renders tool calls in a separate field of a message."""
     turn = encode_turn(form, ParsedTurn("", (_CALL,)), "", in_calls=True)

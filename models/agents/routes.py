@@ -1,0 +1,159 @@
+"""Routes of the door: convert requests to turns of the policy, and turns to answers. Does not import torch."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Final, TypeVar
+
+from rheostat.models.agents.branches import Place
+from rheostat.models.agents.matching import ChatInput, ObservedHistory, match_messages, match_tokens
+from rheostat.models.agents.replies import (
+    Body,
+    DoorReply,
+    ReplyHead,
+    build_answer,
+    chat_reply,
+    models_body,
+    text_reply,
+    token_reply,
+)
+from rheostat.models.agents.sampler import OpenEpisode, SampledTurn, SamplingWish, TurnSampler
+from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.text.calls import ParsedTurn, Parser, build_parser
+from rheostat.models.text.per_turn import decode_turn
+from rheostat.models.text.tokenizer import ToolSchema, build_token_decoder, tokenize_prompts
+from rheostat.models.text.turns import TurnFormat
+
+_MAX_PARSERS: Final = 64
+"""Maximum number of parsers that are kept, one per list of tools."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AgentRoutes:
+    """Answers to the requests of programs, sampled by one policy. Several threads may use the routes concurrently."""
+
+    sampler: TurnSampler
+    form: TurnFormat
+    """Format of the policy's turns, without tools."""
+    head: ReplyHead
+    parser: str = "auto"
+    """Name of the parser of tool calls (`rheostat.models.text.calls.build_parser`)."""
+    history: ObservedHistory = "append"
+    _text: Lock = field(default_factory=Lock, init=False, repr=False)
+    """Lock that is held while a tokenizer or template is used."""
+    _parsers: dict[str, Parser] = field(default_factory=dict, init=False, repr=False)
+
+    def list_models(self, episode: OpenEpisode) -> Body:
+        """Return the body of `GET /v1/models`."""
+        return models_body(self.head, context=episode.limits.context)
+
+    def answer_chat(self, episode: OpenEpisode, request: ChatRequest) -> DoorReply:
+        """Sample the next message of a chat. Raises RefusedRequest if the chat cannot be rendered or a limit is
+        reached."""
+        if not self.form.is_chat:
+            raise RefusedRequest("the policy's tokenizer has no chat template. Use /v1/completions", param="messages")
+        chat, parse, place = self._read(lambda: self._match_chat(episode, request), param="messages")
+        wish = SamplingWish(request.longest, request.stops)
+        [sampled] = self.sampler.sample(episode, [place], wish)
+        turn, text = self._parse(sampled, parse, wish)
+        number, calls = sampled.turn.number, turn.calls
+        episode.record.count_calls(number, calls=len(calls), errors=sum(bool(call.error) for call in calls))
+        answer = build_answer(turn, text, number=number)
+        episode.chats.add(chat, answer, number)
+        wants = {"logprobs": bool(request.logprobs), **_wants(request)}
+        return chat_reply(self.head, sampled, answer, decode=build_token_decoder(self.form.tokenizer), wants=wants)
+
+    def answer_texts(self, episode: OpenEpisode, request: TextRequest) -> DoorReply:
+        """Sample continuations of texts or token sequences. Raises RefusedRequest if a limit is reached."""
+        if request.echo or request.logprobs is not None:
+            raise RefusedRequest(
+                "logprobs and echo are not supported by this server. Use /v1/chat/completions or "
+                "/inference/v1/generate for the log-probs of an answer",
+                param="logprobs" if request.logprobs is not None else "echo",
+            )
+        wish = SamplingWish(request.max_tokens, request.stops)
+        places = self._read(
+            lambda: [match_tokens(episode.record, self._encode(prompt)) for prompt in request.prompts], param="prompt"
+        )
+        sampled = self.sampler.sample(episode, places, wish)
+        texts = [self._cut(each.text, each, wish) for each in sampled]
+        return text_reply(self.head, sampled, texts, wants=_wants(request))
+
+    def answer_tokens(self, episode: OpenEpisode, request: TokenRequest) -> DoorReply:
+        """Sample the tokens that follow a token sequence. Raises RefusedRequest if a limit is reached, or if the
+        request has other end tokens than the policy."""
+        sampling = request.sampling_params
+        if others := sorted({*(sampling.stop_token_ids or [])} - {*self.form.ends}):
+            raise RefusedRequest(
+                f"sampling_params.stop_token_ids: {others} do not end turns of this policy, whose end tokens are "
+                f"{list(self.form.ends)}. Add them to eos_token_id in the policy's generation_config.json",
+                param="sampling_params.stop_token_ids",
+            )
+        place = self._read(lambda: match_tokens(episode.record, self._encode(request.token_ids)), param="token_ids")
+        [sampled] = self.sampler.sample(episode, [place], SamplingWish(sampling.max_tokens, sampling.stops))
+        return token_reply(self.head, sampled)
+
+    def _read(self, read: Callable[[], _T], *, param: str) -> _T:
+        """Return the result of `read`, which uses the tokenizer. Raises RefusedRequest for the field `param` if the
+        input is invalid."""
+        try:
+            with self._text:
+                return read()
+        except ValueError as error:  # BadInput, or a chat that the template rejects
+            raise RefusedRequest(str(error).strip().partition("\n")[0], param=param) from error
+
+    def _match_chat(self, episode: OpenEpisode, request: ChatRequest) -> tuple[ChatInput, Parser, Place]:
+        chat = request.chat()
+        parse = self._find_parser(chat.arguments.tools)
+        return chat, parse, match_messages(episode.record, episode.chats, chat, self.form, history=self.history)
+
+    def _find_parser(self, tools: Sequence[ToolSchema]) -> Parser:
+        """Return the parser of tool calls for a list of tools. Without tools, the text of a turn is not parsed. Raises
+        BadInput if no parser can read the policy's calls."""
+        if not tools:
+            return ParsedTurn
+        key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+        if key not in self._parsers:
+            if len(self._parsers) >= _MAX_PARSERS:
+                self._parsers.clear()
+            self._parsers[key] = build_parser(self.parser, self.form.tokenizer, tools=tools)
+        return self._parsers[key]
+
+    def _parse(self, sampled: SampledTurn, parse: Parser, wish: SamplingWish) -> tuple[ParsedTurn, str]:
+        """Return the parsed turn, and its text before parsing. Special tokens are part of the text only if the turn is
+        parsed for tool calls."""
+        with self._text:
+            whole = sampled.text if parse is ParsedTurn else decode_turn(self.form, sampled.turn.tokens)
+            text = self._cut(whole, sampled, wish)
+            return parse(text), text
+
+    def _cut(self, text: str, sampled: SampledTurn, wish: SamplingWish) -> str:
+        """Return the text of a turn before the stop text that ended the turn, if a stop text ended it."""
+        turn = sampled.turn
+        if turn.finish_reason is not FinishReason.STOP or not {*turn.tokens[-1:]}.isdisjoint(self.form.ends):
+            return text
+        found = [text.find(stop) for stop in (*self.sampler.sampling.stop, *wish.stop)]
+        return text[: min((at for at in found if at >= 0), default=None)]
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a prompt. Control tokens in a text are encoded as ordinary text. Raises ValueError for
+        IDs that the tokenizer does not have."""
+        if isinstance(prompt, str):
+            [tokenized] = tokenize_prompts([prompt], self.form.tokenizer, sources=["request"])
+            tokens: list[int] = tokenized.input.tokens.tolist()
+            return tokens
+        if unknown := [token for token in prompt if token >= len(self.form.tokenizer)]:
+            raise ValueError(f"the token {unknown[0]} is not in the vocabulary, which has {len(self.form.tokenizer)}")
+        return prompt
+
+
+def _wants(request: ChatRequest | TextRequest) -> Mapping[str, bool]:
+    """Return the optional parts of an answer that a request asks for."""
+    options = request.stream_options
+    return {
+        "usage": bool(options and options.include_usage),
+        "token_ids": bool(request.return_token_ids),
+    }

@@ -1,0 +1,199 @@
+"""Sampling of single turns for programs that drive their own episodes: limits, engine calls and records.
+
+This module does not import torch.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Final
+
+from rheostat.models.agents.branches import EpisodeRecord, Place, RecordedTurn
+from rheostat.models.agents.matching import ChatIndex
+from rheostat.models.agents.wire import RefusedRequest
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.engines.protocol import Completion, Generate, Request
+from rheostat.models.records.model_input import ModelInput
+
+CONTEXT_EXCEEDED: Final = "context_length_exceeded"
+"""Error code of a request whose context leaves no room for a turn. Harnesses shorten their history after it."""
+EPISODE_LIMIT: Final = "episode_limit"
+"""Error code of a request after the episode has used its requests or tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """Limits on the requests of one episode."""
+
+    turn_tokens: int
+    """Maximum number of tokens that the policy samples in one turn."""
+    episode_tokens: int
+    """Number of sampled tokens in all turns, after which requests are refused. Requests that are answered at the same
+    time may together exceed it."""
+    requests: int
+    """Maximum number of turns in the episode."""
+    concurrent: int
+    """Maximum number of requests that may be open at the same time."""
+    context: int
+    """Context length of the policy in tokens: maximum length of a turn and all tokens before it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenEpisode:
+    """Episode that a program drives: its seed, its limits, and the turns so far."""
+
+    seed: int
+    limits: TurnLimits
+    row: int = 0
+    """Index of the problem in its prompt shard, for messages."""
+    record: EpisodeRecord = field(default_factory=EpisodeRecord)
+    chats: ChatIndex = field(default_factory=ChatIndex)
+    opening: Lock = field(default_factory=Lock, repr=False)
+    """Lock that is held while turns are counted and opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWish:
+    """Settings that a request may choose within the limits of the run."""
+
+    max_tokens: int | None = None
+    """Maximum number of tokens of the turn, or None for no further limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn, in addition to those of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """Turn that the policy sampled for a request."""
+
+    turn: RecordedTurn
+    num_context_tokens: int
+    """Number of all tokens before the turn."""
+    text: str
+    """Text of the turn without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSampler:
+    """Sampler of turns with one policy. Temperature, top_p and top_k are those of the run, so that the recorded
+    log-probs belong to the distribution that is trained. Several threads may use it concurrently."""
+
+    generate: Generate
+    """Function that generates completions and may be called by several threads, such as `SharedGenerate`."""
+    sampling: SamplingConfig
+    version: int
+    """Version of the policy."""
+
+    def sample(self, episode: OpenEpisode, places: Sequence[Place], wish: SamplingWish) -> list[SampledTurn]:
+        """Sample one turn at each place and record it.
+
+        Raises RefusedRequest if the episode has used a limit or a context leaves no room for a turn.
+        """
+        lengths = [_count_context(episode, place) for place in places]
+        limits = [_find_turn_limit(episode, length, wish) for length in lengths]
+        with episode.opening:
+            _check_requests(episode, len(places))
+            numbers = [episode.record.open_turn(place, seed=episode.seed) for place in places]
+        try:
+            requests = [
+                Request(
+                    row=episode.row,
+                    inputs=(ModelInput.from_prompt(episode.record.context_of(number)),),
+                    seeds=(episode.record.turn(number).seed,),
+                    max_tokens=limit,
+                )
+                for number, limit in zip(numbers, limits, strict=True)
+            ]
+            stop = tuple(dict.fromkeys((*self.sampling.stop, *wish.stop)))
+            completions = self.generate(requests, self.sampling.model_copy(update={"stop": stop}))
+            return [
+                SampledTurn(episode.record.extend_turn(number, completion, self.version), length, completion.text)
+                for number, length, [completion] in zip(numbers, lengths, completions, strict=True)
+            ]
+        finally:
+            for number in numbers:
+                episode.record.drop_turn(number)  # only turns without tokens, after an error
+
+
+def _count_context(episode: OpenEpisode, place: Place) -> int:
+    """Return the number of tokens before a turn at this place."""
+    earlier = 0 if place.parent is None else len(episode.record.tokens_of(place.parent))
+    return earlier + len(place.context)
+
+
+def _find_turn_limit(episode: OpenEpisode, num_context_tokens: int, wish: SamplingWish) -> int:
+    """Return the maximum number of tokens of a turn after a context. Raises RefusedRequest if no token fits."""
+    limits = episode.limits
+    room = limits.context - num_context_tokens
+    if room <= 0 or num_context_tokens == 0:
+        raise RefusedRequest(
+            f"This model's maximum context length is {limits.context} tokens, but the request has "
+            f"{num_context_tokens} tokens and needs room for an answer. Send at least one token, and fewer than that",
+            code=CONTEXT_EXCEEDED,
+        )
+    left = limits.episode_tokens - episode.record.num_generated
+    if left <= 0:
+        raise RefusedRequest(
+            f"the episode may generate {limits.episode_tokens} tokens in all its turns, which it has used",
+            code=EPISODE_LIMIT,
+        )
+    return min(room, left, limits.turn_tokens, *([] if wish.max_tokens is None else [wish.max_tokens]))
+
+
+def _check_requests(episode: OpenEpisode, num_new: int) -> None:
+    """Raise RefusedRequest if the episode may not have `num_new` further turns."""
+    if episode.record.num_requests + num_new > episode.limits.requests:
+        raise RefusedRequest(
+            f"the episode may have {episode.limits.requests} turns. It has {episode.record.num_requests} and the "
+            f"request needs {num_new} more",
+            code=EPISODE_LIMIT,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """Call that waits for the engine."""
+
+    requests: Sequence[Request]
+    sampling: SamplingConfig
+    result: Future[list[list[Completion]]] = field(default_factory=Future)
+
+
+class SharedGenerate:
+    """Function `generate` of an engine for concurrent calls of several threads. Calls that arrive while the engine is
+    busy are generated together in its next batch."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._engine = Lock()
+        self._waiting: list[_Job] = []
+        self._list = Lock()
+
+    def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Generate completions, possibly in a batch with the requests of other threads that use the same sampling."""
+        job = _Job(requests, sampling)
+        with self._list:
+            self._waiting.append(job)
+        with self._engine:
+            if not job.result.done():
+                self._run(self._take(sampling))
+        return job.result.result(timeout=0)
+
+    def _take(self, sampling: SamplingConfig) -> list[_Job]:
+        """Remove the waiting calls with this sampling from the list, and return them."""
+        with self._list:
+            alike = [job for job in self._waiting if job.sampling == sampling]
+            self._waiting = [job for job in self._waiting if job.sampling != sampling]
+            return alike
+
+    def _run(self, jobs: Sequence[_Job]) -> None:
+        """Generate the completions of several calls in one batch."""
+        try:
+            completions = iter(self._generate([each for job in jobs for each in job.requests], jobs[0].sampling))
+        except BaseException as error:
+            for job in jobs:
+                job.result.set_exception(error)
+            return
+        for job in jobs:
+            job.result.set_result([next(completions) for _ in job.requests])

@@ -1,0 +1,247 @@
+"""Requests of OpenAI-compatible clients: their fields, the checks of these fields, and the errors that clients read.
+
+Fields that would change the distribution from which the policy samples are refused, because the recorded log-probs must
+belong to the distribution that is trained. Temperature, top_p, top_k and seed of a request have no effect. Hints about
+tools (`tool_choice`, `parallel_tool_calls`) have none either, and unknown fields are ignored.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from rheostat.models.agents.matching import THOUGHTS, ChatInput
+from rheostat.models.data.messages import read_kwargs, read_tools
+from rheostat.models.data.problems import Message, TemplateArguments
+
+NEUTRAL: Final[Mapping[str, tuple[JsonValue, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "functions": ([],),
+    "suffix": ("",),
+    "prompt_logprobs": (0,),
+    "top_logprobs": (0,),
+    "continue_final_message": (False,),
+    "features": (),
+}
+"""Fields of a request that are not supported, each with the values that have no effect. Null has none either."""
+_UNION_MEMBER: Final = re.compile(r"str$|int$|.*\[")
+"""Names by which pydantic reports the members of a union inside the place of an error."""
+MAX_STOPS: Final = 16
+"""Maximum number of stop texts of a request."""
+
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+
+
+class RefusedRequest(Exception):
+    """Raised when a request of a program cannot be answered. The program receives the message."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status of the answer."""
+        self.code = code
+        """Short name of the error, which programs compare, or None."""
+        self.param = param
+        """Name of the field that is wrong, or None."""
+
+    def body(self) -> dict[str, JsonValue]:
+        """Return the body of the answer, in the format of OpenAI."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        message = " ".join(str(self).split())
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Wire(BaseModel):
+    """Object in the body of a request. Fields that are not listed are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class WireFunction(_Wire):
+    """Function that a tool call names, with its arguments as JSON text."""
+
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str = "{}"
+
+
+class WireToolCall(_Wire):
+    """Tool call in a message of the assistant."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    function: WireFunction
+
+
+class WirePart(_Wire):
+    """Part of the content of a message. Only texts are supported."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class WireMessage(_Wire):
+    """Message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[WirePart] | None = None
+    name: str | None = None
+    tool_calls: list[WireToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def to_message(self) -> Message:
+        """Return the message in the form in which chats are rendered."""
+        parts = self.content if isinstance(self.content, list) else [WirePart(type="text", text=self.content or "")]
+        calls: list[JsonValue] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in self.tool_calls or []
+        ]
+        others: dict[str, JsonValue] = {
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            THOUGHTS: self.reasoning_content,
+        }
+        fields = {name: value for name, value in others.items() if value}
+        return Message(self.role, "".join(part.text for part in parts), self.name or "", fields)
+
+
+class _Answered(_Wire):
+    """Fields that all requests share."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool = False
+    return_token_ids: bool | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer. Empty texts are left out."""
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(filter(None, texts))
+
+
+class StreamOptions(_Wire):
+    """Options of an answer that is sent as an event stream."""
+
+    include_usage: bool | None = None
+
+
+class ChatRequest(_Answered):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[WireMessage], Field(min_length=1)]
+    tools: list[JsonValue] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    logprobs: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Maximum number of tokens of the answer that the request states, or None."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def chat(self) -> ChatInput:
+        """Return the chat with its tools and template variables. Raises BadInput if a tool is not the schema of a
+        function, or if a variable is one that Rheostat always sets."""
+        arguments = TemplateArguments(
+            read_tools("request", self.tools, "tools"),
+            read_kwargs("request", self.chat_template_kwargs, "chat_template_kwargs"),
+        )
+        return ChatInput(tuple(message.to_message() for message in self.messages), arguments)
+
+
+class TextRequest(_Answered):
+    """Body of `POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str] | list[list[TokenId]], Field(min_length=1, max_length=1024)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """Prompts of the request, each as a text or as token IDs."""
+        match self.prompt:
+            case str():
+                return [self.prompt]
+            case [int(), *_]:
+                return [[token for token in self.prompt if isinstance(token, int)]]
+            case _:
+                return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+class TokenSampling(_Answered):
+    """Field `sampling_params` of a request for tokens."""
+
+    stop_token_ids: list[int] | None = None
+
+
+class TokenRequest(_Wire):
+    """Body of `POST /inference/v1/generate`, as vLLM defines it."""
+
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: TokenSampling = TokenSampling()
+    stream: Literal[False] = False
+
+
+_R = TypeVar("_R", ChatRequest, TextRequest, TokenRequest)
+
+
+def read_request(body: bytes, kind: type[_R]) -> _R:
+    """Parse the body of a request. Raises RefusedRequest, which names the first wrong field, if it is invalid or has a
+    field that is not supported."""
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+        fields = value if isinstance(value, dict) else {}
+        sampling = fields.get("sampling_params")
+        _check_neutral(fields | (sampling if isinstance(sampling, dict) else {}))
+        return kind.model_validate(value)
+    except ValidationError as error:
+        # Of the errors of a union, the one inside the most specific member says most.
+        deepest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+        where = ".".join(str(part) for part in deepest["loc"] if not _UNION_MEMBER.match(str(part))) or "body"
+        raise RefusedRequest(f"{where}: {deepest['msg']}", param=where) from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise RefusedRequest(f"the body of the request must be valid JSON in UTF-8: {reason}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and infinities, which JSON does not allow."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_neutral(fields: Mapping[str, JsonValue]) -> None:
+    """Raise RefusedRequest if a request sets a field that is not supported to a value that has an effect."""
+    for name, values in NEUTRAL.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise RefusedRequest(
+                f"{name}: the value {json.dumps(value):.60} is not supported. Remove the field", param=name
+            )
