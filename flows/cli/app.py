@@ -130,6 +130,7 @@ ACTIONS: Final[tuple[Command, ...]] = (
     (engines.install, "vllm --platform cpu"),
     (engines.check, "vllm"),
     (engines.serve, "vllm path/to/model dtype=bfloat16 --port 8000"),
+    (engines.serve_policy, "path/to/model sampling.temperature=0.7 --port 8000"),
 )
 
 

@@ -5,10 +5,11 @@ import contextlib
 import os
 import secrets
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from cyclopts import Parameter
 
@@ -17,6 +18,7 @@ from rheostat.infra.errors import BadInput, WorkerFailed
 from rheostat.infra.terminal import Json, parse_port, parse_whole_number, write
 
 if TYPE_CHECKING:
+    from rheostat.infra.config import Settings
     from rheostat.models.config.engines import VllmEngine
     from rheostat.models.engines.vllm.server import Server
 
@@ -30,6 +32,13 @@ EngineOverrides = Annotated[
     Parameter(
         name="KEY=VALUE",
         help="override keys of the engine's configuration, such as dtype=bfloat16 or tensor_parallel=2",
+    ),
+]
+ServerOverrides = Annotated[
+    str,
+    Parameter(
+        name="KEY=VALUE",
+        help="override settings of the server, such as sampling.temperature=0.7 or engine.dtype=bfloat16",
     ),
 ]
 Interpreter = Annotated[
@@ -60,6 +69,7 @@ KeyVariable = Annotated[
 ]
 
 POLL_SECONDS = 0.5
+S = TypeVar("S", bound="Settings")
 
 
 def install(
@@ -133,17 +143,44 @@ def serve(
             server.stop()
 
 
+def serve_policy(
+    model: ModelName,
+    /,
+    *overrides: ServerOverrides,
+    port: Port = None,
+    key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
+) -> None:
+    """Serve a policy to OpenAI clients with Rheostat's own engine until Ctrl-C: chats with tools, texts and tokens."""
+    from rheostat.infra.store.inputs import fetch_path, read_model_path
+    from rheostat.models.config.policy_server import PolicyServer, PolicyServerWork
+
+    log_progress(quiet=True)
+    server = _read_settings(overrides, PolicyServer)
+    directory = fetch_path(read_model_path(model)).absolute()
+    if not directory.is_dir():
+        raise BadInput(f"policy {directory}: no such directory")
+    work = PolicyServerWork(server=server, directory=directory, port=port or 0, key_variable=key_variable)
+    command = [sys.executable, "-P", "-m", "rheostat.models.commands.serve_policy", work.model_dump_json()]
+    os.execv(command[0], command)  # flows may not import code that loads models
+
+
 def engine_config(overrides: Sequence[str]) -> "VllmEngine":
+    from rheostat.models.config.engines import VllmEngine
+
+    return _read_settings(overrides, VllmEngine)
+
+
+def _read_settings(overrides: Sequence[str], kind: type[S]) -> S:
+    """Build settings of a class from overrides of its defaults. Raises BadInput if they are invalid."""
     from pydantic import ValidationError
 
     from rheostat.infra.validation_errors import explain
-    from rheostat.models.config.engines import VllmEngine
     from rheostat.tasks.config.documents import apply_overrides
 
     try:
-        return VllmEngine.model_validate(apply_overrides({}, overrides, VllmEngine))
+        return kind.model_validate(apply_overrides({}, overrides, kind))
     except ValidationError as error:
-        raise BadInput(explain(error, VllmEngine)) from None
+        raise BadInput(explain(error, kind)) from None
 
 
 def _usage_lines(server: "Server", config: "VllmEngine", *, variable: str, shows_key: bool) -> list[str]:

@@ -236,13 +236,13 @@ class Door:
         abandoned = [each for each in usable if each.is_abandoned]
         if repeated := abandoned[:1] or (usable[-1:] if is_marked else []):
             repeated[0].is_abandoned = False
-            return repeated[0], request.stream
+            return repeated[0], bool(request.stream)
         answer = _Answer(self._loop.create_future())
         answer.result.add_done_callback(lambda result: result.cancelled() or result.exception())  # marks it as read
         equal.append(answer)
         work = self._threads.submit(self._work, guest, partial(answer_request, self._routes, guest.episode, request))
         work.add_done_callback(partial(self._pass_on, answer))
-        return answer, request.stream
+        return answer, bool(request.stream)
 
     def _work(self, guest: _Guest, answer: Callable[[], DoorReply]) -> DoorReply:
         """Sample the answer to a request in a thread, unless the episode has ended before the thread was free."""

@@ -10,22 +10,20 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, Literal, cast
+from typing import Final, cast
 
 import numpy as np
 from blake3 import blake3
 from pydantic import JsonValue
 
 from rheostat.models.agents.branches import EpisodeRecord, Place
+from rheostat.models.config.policy_server import ObservedHistory
 from rheostat.models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from rheostat.models.text.per_turn import render_prompt
 from rheostat.models.text.turns import TurnFormat
 
 THOUGHTS: Final = "reasoning_content"
 """Field of a message of the assistant with its thoughts, in the format of OpenAI-compatible servers."""
-ObservedHistory = Literal["append", "per_turn"]
-"""Context of a request that continues a turn: "append" keeps the sampled tokens and appends the new messages,
-"per_turn" renders the whole chat again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Final, TypeVar
 
 from rheostat.models.agents.branches import Place
-from rheostat.models.agents.matching import ChatInput, ObservedHistory, match_messages, match_tokens
+from rheostat.models.agents.matching import ChatInput, match_messages, match_tokens
 from rheostat.models.agents.replies import (
     Body,
     DoorReply,
@@ -20,6 +20,7 @@ from rheostat.models.agents.replies import (
 )
 from rheostat.models.agents.sampler import OpenEpisode, SampledTurn, SamplingWish, TurnSampler
 from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest
+from rheostat.models.config.policy_server import ObservedHistory
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.calls import ParsedTurn, Parser, build_parser
 from rheostat.models.text.per_turn import decode_turn

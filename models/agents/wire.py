@@ -130,7 +130,7 @@ class _Answered(_Wire):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stream: bool = False
+    stream: bool | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -206,7 +206,7 @@ class TokenRequest(_Wire):
 
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
-    stream: Literal[False] = False
+    stream: Literal[False] | None = None
 
 
 _R = TypeVar("_R", ChatRequest, TextRequest, TokenRequest)

@@ -104,7 +104,7 @@ def _words(node: ast.AST) -> list[str]:
             "rheostat re",
             {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report", "retriever", "rewards"},
         ),
-        ("rheostat engine ", {"install", "check", "serve"}),
+        ("rheostat engine ", {"install", "check", "serve", "serve-policy"}),
         ("rheostat engine install ", {"vllm"}),
         ("rheostat train job.toml --dr", {"--dry-run"}),
         ("rheostat rollouts tiny --sort ", {"position", "reward", "length"}),

@@ -1,0 +1,69 @@
+"""Server of a policy without a run: the door in front of Rheostat's own engine."""
+
+import secrets
+import time
+from pathlib import Path
+from typing import Final
+
+from rheostat.infra.store.bundles import BundleRef
+from rheostat.models.agents.door import Door
+from rheostat.models.agents.replies import ReplyHead
+from rheostat.models.agents.routes import AgentRoutes
+from rheostat.models.agents.sampler import OpenEpisode, SharedGenerate, TurnLimits, TurnSampler
+from rheostat.models.config.policy_server import PolicyServer
+from rheostat.models.engines.protocol import build_engine
+from rheostat.models.engines.requests import context_of, generation_settings, stated_ends
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.text.turns import turn_format
+from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+
+UNLIMITED: Final = 1 << 40
+MAX_TURNS: Final = 1_000
+"""Number of turns after which the server forgets earlier turns. Their chats are then rendered again."""
+_CONCURRENT: Final = 256
+
+
+class PolicyDoor:
+    """Door in front of one policy, with one key for all clients. Requests wait until the engine is free."""
+
+    def __init__(self, config: PolicyServer, directory: Path, *, port: int, key: str) -> None:
+        """Load the policy and start the server. Raises BadInput if the policy cannot be used or the port is in use."""
+        if not directory.is_dir():
+            raise missing_directory_error("policy", directory)
+        check_untrusted_files(directory)
+        tokenizer = load_tokenizer(directory)
+        form = turn_format(
+            tokenizer, stated=stated_ends(generation_settings(directory)), is_chat=bool(tokenizer.chat_template)
+        )
+        self._engine = build_engine(config.engine)
+        self._engine.load(directory, ModelVersion(0, BundleRef(key="", digest="", bytes=0)))
+        sampler = TurnSampler(SharedGenerate(self._engine.generate), config.sampling, version=0)
+        head = ReplyHead(directory.name, created=int(time.time()))
+        routes = AgentRoutes(sampler, form, head, parser=config.parser, history=config.history)
+        self._limits = TurnLimits(
+            turn_tokens=config.sampling.max_new_tokens,
+            episode_tokens=UNLIMITED,
+            requests=UNLIMITED,
+            concurrent=_CONCURRENT,
+            context=context_of(directory) or config.context,
+        )
+        self._seed = secrets.randbits(63) if config.seed is None else config.seed
+        self.door = Door(routes, port=port, max_open=_CONCURRENT)
+        self.key = key
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all turns. Requests that are open are still answered."""
+        self._episode = OpenEpisode(self._seed, self._limits)
+        self.door.admit(self._episode, key=self.key)
+
+    def limit_memory(self) -> None:
+        """Forget all turns if there are more than `MAX_TURNS`."""
+        if self._episode.record.num_requests > MAX_TURNS:
+            self.forget()
+
+    def close(self) -> None:
+        """Stop the server and release the policy."""
+        self.door.close()
+        self._engine.close()

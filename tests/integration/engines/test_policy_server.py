@@ -1,0 +1,126 @@
+"""A policy behind the door with Rheostat's own engine: recorded tokens, repeatable answers, and the command."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import closing
+
+import httpx
+import pytest
+
+from rheostat.flows.cli.app import main
+from rheostat.infra.errors import BadInput
+from rheostat.models.agents.server import PolicyDoor
+from rheostat.models.config.policy_server import PolicyServer, ServerSampling
+from rheostat.models.records.model_input import ModelInput
+from tests.support.doors import user
+from tests.support.jobs import ROOT
+from tests.support.policies import write_chat_policy
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    write_chat_policy(path, "qwen-2.5", likely={"<|im_end|>": 0.1})
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(directory):
+    config = PolicyServer(sampling=ServerSampling(max_new_tokens=24), parser="hermes", seed=1)
+    with closing(PolicyDoor(config, directory, port=0, key="key")) as served:
+        yield served
+
+
+@pytest.fixture
+def no_program(monkeypatch):
+    """Fail if the command starts the program of the server, which would replace the process of the tests."""
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the server was started"))
+
+
+def chat(served, *messages, **fields):
+    headers = {"authorization": f"Bearer {served.key}"}
+    url = f"{served.door.url}/chat/completions"
+    with httpx.Client(trust_env=False, timeout=60, headers=headers) as client:
+        answer = client.post(url, json={"messages": [*messages], **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def test_recorded_logprobs_are_those_of_a_forward_pass_over_the_recorded_context(served):
+    served.forget()
+    first = chat(served, user("Hello."), return_token_ids=True)
+    chat(served, user("Hello."), first["message"], user("More."))
+    record = served._episode.record
+    [[turn, following]] = record.branches()
+    assert (list(turn.tokens), following.parent) == (first["token_ids"], turn.number)
+    for each in (turn, following):
+        prompt = ModelInput.from_prompt(record.context_of(each.number))
+        [[total]] = served._engine.score_continuations([prompt], [each.tokens])
+        assert total == pytest.approx(sum(each.logprobs), abs=1e-3)
+
+
+def test_a_server_with_a_seed_repeats_its_answers_and_samples_equal_requests_anew(served):
+    def tokens():
+        return [chat(served, user("Hello."), return_token_ids=True)["token_ids"] for _ in range(3)]
+
+    served.forget()
+    before = tokens()
+    served.forget()
+    assert tokens() == before
+    assert len({*map(tuple, before)}) > 1
+
+
+def test_concurrent_requests_are_all_answered(served):
+    served.forget()
+    answers = []
+    threads = [threading.Thread(target=lambda n=n: answers.append(chat(served, user(f"Hello {n}.")))) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 6
+    assert len(served._episode.record.branches()) == 6
+
+
+def test_a_port_in_use_is_refused(served, directory):
+    with pytest.raises(BadInput, match="Choose another port"):
+        PolicyDoor(PolicyServer(), directory, port=served.door.port, key="key")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sampling.temperature=11"], "sampling.temperature"),
+        (["history=none"], "history"),
+        (["engine.kind=vllm"], "engine.kind"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(words, message, directory, capsys, no_program):
+    assert main(["engine", "serve-policy", str(directory), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_directory_is_refused(tmp_path, capsys, no_program):
+    assert main(["engine", "serve-policy", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_the_command_serves_until_it_is_interrupted(directory):
+    command = [sys.executable, "-m", "rheostat", "engine", "serve-policy", str(directory), "parser=hermes"]
+    environment = {**os.environ, "RHEOSTAT_SERVE_KEY": "secret"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            lines = [server.stdout.readline().strip() for _ in range(3)]
+            url = lines[1].removeprefix("export OPENAI_BASE_URL=")
+            assert lines[2] == "export OPENAI_API_KEY=$RHEOSTAT_SERVE_KEY"
+            headers = {"authorization": "Bearer secret"}
+            assert httpx.get(f"{url}/models", headers=headers, trust_env=False).status_code == 200
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
