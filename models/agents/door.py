@@ -282,7 +282,8 @@ async def _deliver(answer: _Answer, receive: Receive, send: Send, *, streams: bo
     has_started = False
     try:
         while not answer.result.done() and not gone.done():
-            await asyncio.wait({answer.result, gone}, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {answer.result, gone}
+            await asyncio.wait(waiting, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if streams and not answer.result.done() and not gone.done():
                 await _send_event(send, WAIT_EVENT, starts=not has_started)
                 has_started = True

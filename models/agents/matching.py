@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from blake3 import blake3
@@ -162,6 +162,6 @@ def _decode(arguments: str) -> JsonValue:
         return arguments
 
 
-def _calls_of(message: Message) -> list[dict[str, dict[str, str]]]:
+def _calls_of(message: Message) -> list[dict[str, Any]]:
     """Return the tool calls of a message in OpenAI's format."""
-    return cast("list[dict[str, dict[str, str]]]", message.fields.get("tool_calls") or [])
+    return cast("list[dict[str, Any]]", message.fields.get("tool_calls") or [])
