@@ -6,9 +6,9 @@ not import torch.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from threading import Lock
 
 import numpy as np
@@ -92,13 +92,14 @@ class EpisodeRecord:
 
     def extend_turn(self, number: int, completion: Completion, version: int) -> RecordedTurn:
         """Append tokens that policy version `version` sampled to a turn, and return the turn."""
+        new = (Segment(policy_version=version, tokens=len(completion.tokens)),) if completion.tokens else ()
         with self._lock:
             turn = self._turns[number]
             self._turns[number] = extended = replace(
                 turn,
                 tokens=turn.tokens + completion.tokens,
                 logprobs=turn.logprobs + completion.logprobs,
-                segments=(*turn.segments, Segment(policy_version=version, tokens=len(completion.tokens))),
+                segments=turn.segments + new,
                 finish_reason=completion.finish_reason,
             )
             return extended
@@ -138,13 +139,20 @@ class EpisodeRecord:
 
     def context_of(self, number: int) -> Tokens:
         """Return the IDs of all tokens before a turn, from the start of its prompt."""
-        turn = self.turn(number)
-        own = np.asarray(turn.context, np.int32)
-        return own if turn.parent is None else np.concatenate([self.tokens_of(turn.parent), own])
+        *earlier, turn = self._find_path(number)
+        return np.fromiter(chain(_join(earlier), turn.context), np.int32)
 
     def tokens_of(self, number: int) -> Tokens:
         """Return the IDs of all tokens before a turn and of the turn itself."""
-        return np.concatenate([self.context_of(number), np.asarray(self.turn(number).tokens, np.int32)])
+        return np.fromiter(_join(self._find_path(number)), np.int32)
+
+    def _find_path(self, number: int) -> list[RecordedTurn]:
+        """Return the turns whose tokens a turn continues, from the start of its prompt, and the turn itself."""
+        with self._lock:
+            path = [self._turns[number]]
+            while path[-1].parent is not None:
+                path.append(self._turns[path[-1].parent])
+        return path[::-1]
 
     def branches(self) -> list[list[RecordedTurn]]:
         """Return all turns with tokens as branches, each turn once, in the order of the branches' first turns.
@@ -173,3 +181,8 @@ class EpisodeRecord:
         own = np.asarray(context, np.int32)
         whole = own if parent is None else np.concatenate([self.tokens_of(parent), own])
         return Place(parent, tuple(map(int, context)), blake3(whole.tobytes()).hexdigest())
+
+
+def _join(path: Sequence[RecordedTurn]) -> Iterator[int]:
+    """Return the IDs of the contexts and tokens of turns that continue each other."""
+    return chain.from_iterable((*turn.context, *turn.tokens) for turn in path)

@@ -2,11 +2,14 @@
 
 import pytest
 
-from rheostat.models.agents.branches import EpisodeRecord
+from rheostat.models.agents.branches import EpisodeRecord, Place
 from rheostat.models.agents.matching import ChatIndex, ChatInput, match_messages, match_tokens
 from rheostat.models.agents.replies import build_answer
 from rheostat.models.agents.wire import WireMessage
 from rheostat.models.data.problems import Message, TemplateArguments
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.rollouts.groups import Segment
 from rheostat.models.text.calls import Call, ParsedTurn
 from rheostat.models.text.per_turn import render_prompt
 from tests.support.chat_templates import FIND
@@ -203,6 +206,24 @@ def test_a_record_is_continued_from_its_turns():
     again = EpisodeRecord(record.turns())
     assert again.turns() == record.turns()
     assert again.open_turn(again.place_after(number, (3,)), seed=0) == number + 1
+
+
+def test_a_chain_of_two_thousand_turns_is_joined():
+    record, parent = EpisodeRecord(), None
+    for n in range(2000):
+        parent = record.open_turn(Place(parent, (7,), f"context {n}"), seed=1)
+        record.extend_turn(parent, Completion((8, 9), (-0.5,) * 2, "", FinishReason.STOP), 0)
+    assert record.tokens_of(parent).tolist() == [7, 8, 9] * 2000
+    assert record.context_of(parent).tolist() == [7, 8, 9] * 1999 + [7]
+
+
+def test_a_part_without_tokens_adds_no_segment_to_a_turn():
+    record = EpisodeRecord()
+    number = record.open_turn(record.place_after(None, (7,)), seed=1)
+    record.extend_turn(number, Completion((8,), (-0.5,), "", FinishReason.CUT), 3)
+    turn = record.extend_turn(number, Completion((), (), "", FinishReason.STOP), 4)
+    assert turn.segments == (Segment(policy_version=3, tokens=1),)
+    assert turn.finish_reason is FinishReason.STOP
 
 
 def test_tokens_continue_the_longest_turn_that_is_their_prefix():
