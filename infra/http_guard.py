@@ -9,8 +9,11 @@ from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+MAX_WAITING: Final = 512
+"""Maximum number of connections that wait for a request."""
 
 
 def restrict_hosts(app: ASGIApp, origins: Sequence[str], *, remedy: str = "") -> ASGIApp:
@@ -28,6 +31,34 @@ def restrict_hosts(app: ASGIApp, origins: Sequence[str], *, remedy: str = "") ->
 
     names = [name for origin in origins if (name := urlsplit(origin).hostname)]
     return TrustedHostMiddleware(same_origin, allowed_hosts=[*LOOPBACK, *names], www_redirect=False)
+
+
+class LimitedConnection(H11Protocol):
+    """HTTP connection of uvicorn. If more than `MAX_WAITING` connections wait for a request, the one that has waited
+    longest is closed. Programs can therefore not use up the file descriptors of this process by connections on which
+    they send nothing, or headers that never end."""
+
+    _waits_since = 0.0
+    """Time on the event loop's clock since which the connection waits for a request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection, and close another one if there are too many."""
+        super().connection_made(transport)
+        self._waits_since = self.loop.time()
+        waiting = [each for each in self.connections if isinstance(each, LimitedConnection) and each.is_waiting]
+        if len(waiting) > MAX_WAITING:
+            min(waiting, key=lambda each: each._waits_since).transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request of the connection."""
+        self._waits_since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the connection answers no request."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or cycle.response_complete
 
 
 class BodyRefused(Exception):

@@ -8,13 +8,10 @@ not import torch.
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
@@ -26,8 +23,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rheostat.infra.errors import BadInput, WorkerFailed
-from rheostat.infra.http_guard import BodyRefused, read_body, restrict_hosts
+from rheostat.infra.errors import BadInput
+from rheostat.infra.http_guard import BodyRefused, LimitedConnection, read_body, restrict_hosts
+from rheostat.infra.processes.watch import start_apart
 from rheostat.models.agents.replies import WAIT_EVENT, DoorReply, encode_events
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode
@@ -41,8 +39,8 @@ BODY_SECONDS, BODY_TOTAL_SECONDS = 10.0, 60.0
 MAX_HEADER_BYTES: Final = 16 << 10
 WAIT_SECONDS: Final = 15.0
 """Interval between the comments of an event stream while a turn is sampled."""
-START_SECONDS, END_SECONDS = 10.0, 10.0
-"""Time limits for the start and the end of the server."""
+END_SECONDS: Final = 10.0
+"""Time limit for the end of the server."""
 _CHAT_REMEDY: Final = (
     "Use /v1/chat/completions. With openai-agents, call set_default_openai_api('chat_completions'). With other "
     "programs, choose the chat completions API"
@@ -52,68 +50,52 @@ _REMEDIES: Final = {"/v1/responses": _CHAT_REMEDY, "/v1/messages": _CHAT_REMEDY}
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
-    """Answer to a request. A repeated request may wait for it or receive it again. Used only in the server's thread."""
-
-    result: asyncio.Future[DoorReply]
-    num_waiting: int = 0
-    """Number of connections that wait for the answer."""
-    is_abandoned: bool = False
-    """Whether every connection was closed before the answer was sent."""
-
-    def settle(self, done: "Future[DoorReply]") -> None:
-        """Set the result or the error of the finished work. Errors other than RefusedRequest are logged, and the client
-        receives status 500."""
-        error = done.exception(timeout=0)
-        if error is not None and not isinstance(error, RefusedRequest):
-            logger.error("A turn of an agent could not be sampled", exc_info=error)
-            error = RefusedRequest("the turn could not be sampled", status=500, code="engine_failed")
-        if error is not None:
-            self.refuse(error)
-        elif not self.result.done():
-            self.result.set_result(done.result(timeout=0))
-
-    def refuse(self, refusal: RefusedRequest) -> None:
-        """End the wait for an unfinished answer with an error."""
-        if not self.result.done():
-            self.result.set_exception(refusal)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the request was answered with an error."""
-        return self.result.done() and self.result.exception() is not None
-
-
-@dataclass(slots=True, eq=False)
 class _Guest:
-    """Episode that the door has admitted, with its key and its answers. The answers are used only in the server's
-    thread."""
+    """Episode that the door has admitted, with its requests. The answers are used only in the server's thread."""
 
     episode: OpenEpisode
-    key: str
     num_open: int = 0
     """Number of open connections with this key."""
     is_dismissed: bool = False
-    answers: dict[str, list[_Answer]] = field(default_factory=dict)
-    """Answers in the order of their requests, by a digest of path and body."""
+    unfinished: set[asyncio.Future[DoorReply]] = field(default_factory=set)
+    """Answers that are being sampled."""
+    abandoned: list[tuple[str, asyncio.Future[DoorReply]]] = field(default_factory=list)
+    """Answers whose connection was closed before they were sent, each with the digest of its request. The next equal
+    request receives the answer."""
+
+    def check_open(self, number: int) -> None:
+        """Raise RefusedRequest if the episode has this number of open requests and may not have one more."""
+        if number >= self.episode.limits.concurrent:
+            raise RefusedRequest(
+                f"the episode may have {self.episode.limits.concurrent} open requests. Repeat this one later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
 
     def end(self) -> None:
-        """End all unfinished answers with status 409."""
-        for answer in [each for equal in self.answers.values() for each in equal]:
-            answer.refuse(_ended())
+        """End all unfinished answers. Their requests receive status 409."""
+        for answer in [*self.unfinished]:
+            answer.cancel()
+
+    def take_over(self, digest: str) -> asyncio.Future[DoorReply] | None:
+        """Remove and return the first kept answer to an equal request, or return None. Failed answers are not kept."""
+        self.abandoned = [each for each in self.abandoned if not _has_failed(each[1])]
+        found = next((each for each in self.abandoned if each[0] == digest), None)
+        if found is None:
+            return None
+        self.abandoned.remove(found)
+        return found[1]
 
 
 class Door:
     """HTTP server for the programs of episodes, in a separate thread. The server accepts requests from its construction
     until it is closed."""
 
-    def __init__(self, routes: AgentRoutes, *, port: int = 0, max_open: int = 256) -> None:
-        """Start the server on a port of the loopback interface (0: any free port). `max_open` is the number of requests
-        that are answered at the same time. Raises BadInput if the port is in use, and WorkerFailed if the server does
-        not start."""
+    def __init__(self, routes: AgentRoutes, *, port: int = 0) -> None:
+        """Start the server on a port of the loopback interface (0: any free port). Raises BadInput if the port is in
+        use."""
         self._routes = routes
-        self._guests: dict[str, _Guest] = {}
-        self._threads = ThreadPoolExecutor(max_open, thread_name_prefix="door")
+        self._guests: dict[str, _Guest] = {}  # by the digest of the key, so that a search takes equal time for all keys
         try:
             listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
@@ -123,11 +105,6 @@ class Door:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, args=(listener,), name="door", daemon=True)
         self._thread.start()
-        end = time.monotonic() + START_SECONDS
-        while not self._server.started:
-            if time.monotonic() > end or not self._thread.is_alive():
-                raise WorkerFailed(f"the door of the worker did not start within {START_SECONDS:g} s")
-            time.sleep(0.005)
 
     @property
     def url(self) -> str:
@@ -141,32 +118,32 @@ class Door:
         requests are still answered.
         """
         key = key or secrets.token_urlsafe(32)
-        self._guests[_digest(key.encode())] = _Guest(episode, key)
+        self._guests[_digest(key.encode())] = _Guest(episode)
         return key
 
     def dismiss(self, key: str) -> None:
         """Accept no more requests with a key. Its open requests end with status 409."""
-        guest = self._guests.pop(_digest(key.encode()), None)
+        self._end(_digest(key.encode()))
+
+    def close(self) -> None:
+        """End all open requests and stop the server."""
+        for digest in [*self._guests]:
+            self._end(digest)
+        self._server.should_exit = True
+        self._thread.join(timeout=END_SECONDS)
+
+    def _end(self, digest: str) -> None:
+        guest = self._guests.pop(digest, None)
         if guest is not None:
             guest.is_dismissed = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(guest.end)
 
-    def close(self) -> None:
-        """End all open requests and stop the server."""
-        for guest in [*self._guests.values()]:
-            self.dismiss(guest.key)
-        self._server.should_exit = True
-        self._thread.join(timeout=END_SECONDS)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     def _run(self, listener: socket.socket) -> None:
         """Serve until `close` is called. This is the main function of the server's thread."""
         asyncio.set_event_loop(self._loop)
-        try:
+        with listener, contextlib.closing(self._loop):
             self._loop.run_until_complete(self._server.serve(sockets=[listener]))
-        finally:
-            self._loop.close()
 
     # ---- requests
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,19 +166,20 @@ class Door:
         if method != "POST" or path not in _ROUTES:
             remedy = _REMEDIES.get(path, f"The routes are POST {', '.join(_ROUTES)}, and GET /v1/models")
             raise RefusedRequest(f"{method} {path:.80} is not served. {remedy}", status=404, code="not_found")
-        if guest.num_open >= guest.episode.limits.concurrent:
-            raise RefusedRequest(
-                f"the episode may have {guest.episode.limits.concurrent} open requests. Repeat this one later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
+        kind, answer_request = _ROUTES[path]
+        guest.check_open(guest.num_open)
         guest.num_open += 1
         try:
             body = await read_body(
                 scope, receive, max_bytes=MAX_BODY_BYTES, seconds=BODY_SECONDS, total_seconds=BODY_TOTAL_SECONDS
             )
-            answer, streams = self._find_answer(guest, path, body, headers)
-            await _deliver(answer, receive, send, streams=streams)
+            request, digest = read_request(body, kind), _digest(path.encode() + b"\0" + body)
+            del body
+            answer = guest.take_over(digest) or self._start(
+                guest, partial(answer_request, self._routes, guest.episode, request)
+            )
+            if not await _deliver(answer, receive, send, streams=bool(request.stream)):
+                guest.abandoned.append((digest, answer))
         finally:
             guest.num_open -= 1
 
@@ -210,11 +188,7 @@ class Door:
         none."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         guest = self._guests.get(_digest(key.strip().encode()))
-        if (
-            scheme.lower() != "bearer"
-            or guest is None
-            or not hmac.compare_digest(guest.key.encode(), key.strip().encode())
-        ):
+        if scheme.lower() != "bearer" or guest is None:
             raise RefusedRequest(
                 "the header 'Authorization: Bearer KEY' must contain the key of an open episode",
                 status=401,
@@ -222,46 +196,41 @@ class Door:
             )
         return guest
 
-    def _find_answer(self, guest: _Guest, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[_Answer, bool]:
-        """Return the answer to a request, and whether it is sent as an event stream. The answer is that of an equal
-        earlier request if this request repeats it."""
+    def _start(self, guest: _Guest, sample: Callable[[], DoorReply]) -> asyncio.Future[DoorReply]:
+        """Start to sample an answer in a separate thread. Raises RefusedRequest if the episode has ended or already
+        samples its maximum number of answers."""
         if guest.is_dismissed:
             raise _ended()
-        kind, answer_request = _ROUTES[path]
-        request = read_request(body, kind)
-        digest = _digest(b"\0".join([path.encode(), headers.get("idempotency-key", "").encode(), body]))
-        equal = guest.answers.setdefault(digest, [])
-        is_marked = "idempotency-key" in headers or headers.get("x-stainless-retry-count", "0").strip() != "0"
-        usable = [each for each in equal if not each.has_failed]
-        abandoned = [each for each in usable if each.is_abandoned]
-        if repeated := abandoned[:1] or (usable[-1:] if is_marked else []):
-            repeated[0].is_abandoned = False
-            return repeated[0], bool(request.stream)
-        answer = _Answer(self._loop.create_future())
-        answer.result.add_done_callback(lambda result: result.cancelled() or result.exception())  # marks it as read
-        equal.append(answer)
-        work = self._threads.submit(self._work, guest, partial(answer_request, self._routes, guest.episode, request))
-        work.add_done_callback(partial(self._pass_on, answer))
-        return answer, bool(request.stream)
+        guest.check_open(len(guest.unfinished))
+        answer = asyncio.wrap_future(start_apart(partial(_sample, sample)))
+        guest.unfinished.add(answer)
+        answer.add_done_callback(guest.unfinished.discard)
+        answer.add_done_callback(_has_failed)  # marks an error as read
+        return answer
 
-    def _work(self, guest: _Guest, answer: Callable[[], DoorReply]) -> DoorReply:
-        """Sample the answer to a request in a thread, unless the episode has ended before the thread was free."""
-        if guest.is_dismissed:
-            raise _ended()
-        return answer()
 
-    def _pass_on(self, answer: _Answer, done: "Future[DoorReply]") -> None:
-        """Set the result of finished work in the server's thread. Do nothing if the server has ended."""
-        if not done.cancelled():
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(answer.settle, done)
+def _sample(sample: Callable[[], DoorReply]) -> DoorReply:
+    """Return the answer to a request. Errors other than RefusedRequest are logged, and the client receives status
+    500."""
+    try:
+        return sample()
+    except RefusedRequest:
+        raise
+    except Exception:
+        logger.exception("A turn of an agent could not be sampled")
+        raise RefusedRequest("the turn could not be sampled", status=500, code="engine_failed") from None
+
+
+def _has_failed(answer: asyncio.Future[DoorReply]) -> bool:
+    """Return whether an answer has ended with an error or was canceled."""
+    return answer.done() and (answer.cancelled() or answer.exception() is not None)
 
 
 def _configure_server(app: ASGIApp) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=LimitedConnection,
         ws="none",
         lifespan="off",
         loop="asyncio",
@@ -274,34 +243,40 @@ def _configure_server(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-async def _deliver(answer: _Answer, receive: Receive, send: Send, *, streams: bool) -> None:
-    """Send an answer when it is ready. Mark it as abandoned if the client closes the connection before. Raises
-    RefusedRequest if the request was refused and nothing was sent yet."""
+async def _deliver(answer: asyncio.Future[DoorReply], receive: Receive, send: Send, *, streams: bool) -> bool:
+    """Send an answer when it is ready. Return False if the client closes the connection before. Raises RefusedRequest
+    if the request was refused and nothing was sent yet."""
     gone = asyncio.ensure_future(_wait_for_disconnect(receive))
-    answer.num_waiting += 1
     has_started = False
     try:
-        while not answer.result.done() and not gone.done():
-            waiting: set[asyncio.Future[Any]] = {answer.result, gone}
+        while not answer.done() and not gone.done():
+            waiting: set[asyncio.Future[Any]] = {answer, gone}
             await asyncio.wait(waiting, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if streams and not answer.result.done() and not gone.done():
+            if streams and not answer.done() and not gone.done():
                 await _send_event(send, WAIT_EVENT, starts=not has_started)
                 has_started = True
-        if gone.done():
-            answer.is_abandoned = answer.num_waiting == 1
-        elif streams:
-            await _send_stream(answer, send, has_started=has_started)
-        else:
-            await JSONResponse(answer.result.result().body)({"type": "http"}, receive, send)
     finally:
-        answer.num_waiting -= 1
         gone.cancel()
+    if gone.done():
+        return False
+    if streams:
+        await _send_stream(answer, send, has_started=has_started)
+    else:
+        await JSONResponse(_result_of(answer).body)({"type": "http"}, receive, send)
+    return True
 
 
-async def _send_stream(answer: _Answer, send: Send, *, has_started: bool) -> None:
+def _result_of(answer: asyncio.Future[DoorReply]) -> DoorReply:
+    """Return an answer that is done. Raises RefusedRequest if the request was refused or the episode has ended."""
+    if answer.cancelled():
+        raise _ended()
+    return answer.result()
+
+
+async def _send_stream(answer: asyncio.Future[DoorReply], send: Send, *, has_started: bool) -> None:
     """Send the rest of an event stream. An error is an event if the stream has started."""
     try:
-        events = encode_events(answer.result.result().events)
+        events = encode_events(_result_of(answer).events)
     except RefusedRequest as refused:
         if not has_started:
             raise

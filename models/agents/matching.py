@@ -7,14 +7,15 @@ and add fields. Only the role, the text, the tool calls and the ID of an answere
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from threading import Lock
 from typing import Any, Final, cast
 
-import numpy as np
 from blake3 import blake3
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 from rheostat.models.agents.branches import EpisodeRecord, Place
 from rheostat.models.config.policy_server import ObservedHistory
@@ -45,7 +46,7 @@ class ChatIndex:
         """Add the turn `number`, with the message `answer`, as the answer to a chat."""
         whole = replace(chat, messages=(*chat.messages, answer))
         with self._lock:
-            self._turns |= {_last(_digests(whole, thoughts=thoughts)): number for thoughts in (True, False)}
+            self._turns |= {_digests(whole, thoughts=thoughts)[-1]: number for thoughts in (True, False)}
 
     def find(self, chat: ChatInput) -> tuple[int, int] | None:
         """Return the turn that ends the longest known beginning of a chat, and the number of messages of this
@@ -108,35 +109,28 @@ def _encode_new_messages(
 def match_tokens(record: EpisodeRecord, tokens: Sequence[int]) -> Place:
     """Return the place at which a token sequence continues the episode: after the longest recorded turn whose whole
     sequence is a prefix of `tokens`, or as a new prompt."""
-    whole = np.asarray(tokens, np.int32)
-    longest, parent = 0, None
+    whole = tuple(tokens)
+    ends: dict[int | None, int] = {None: 0}
+    """Turns whose whole sequences are a prefix of the tokens, with the lengths of the sequences."""
     for turn in record.turns():
-        known = record.tokens_of(turn.number)
-        if longest < len(known) <= len(whole) and np.array_equal(whole[: len(known)], known):
-            longest, parent = len(known), turn.number
-    return record.place_after(parent, whole[longest:].tolist())
+        own, start = (*turn.context, *turn.tokens), ends.get(turn.parent)
+        if start is not None and whole[start : start + len(own)] == own:
+            ends[turn.number] = start + len(own)
+    parent = max(ends, key=ends.__getitem__)
+    return record.place_after(parent, whole[ends[parent] :])
 
 
 # ---- digests of chats
 def _digests(chat: ChatInput, *, thoughts: bool) -> list[str]:
     """Return one digest per message, each of the chat up to this message. `thoughts` is whether thoughts of the
     assistant are compared."""
-    return [*_chain(chat, thoughts=thoughts)]
-
-
-def _chain(chat: ChatInput, *, thoughts: bool) -> Iterator[str]:
-    digest = _hash([[dict(tool) for tool in chat.arguments.tools], dict(chat.arguments.kwargs)])
-    for message in chat.messages:
-        digest = _hash([digest, canonical_message(message, thoughts=thoughts)])
-        yield digest
+    values = (canonical_message(message, thoughts=thoughts) for message in chat.messages)
+    first = _hash([[dict(tool) for tool in chat.arguments.tools], dict(chat.arguments.kwargs)])
+    return [*accumulate(values, lambda digest, value: _hash([digest, value]), initial=first)][1:]
 
 
 def _hash(value: JsonValue) -> str:
     return blake3(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _last(digests: Sequence[str]) -> str:
-    return digests[-1]
 
 
 def canonical_message(message: Message, *, thoughts: bool = True) -> JsonValue:
@@ -157,8 +151,8 @@ def canonical_message(message: Message, *, thoughts: bool = True) -> JsonValue:
 def _decode(arguments: str) -> JsonValue:
     """Return the decoded arguments of a call, or the text itself if it is not valid JSON."""
     try:
-        return cast(JsonValue, json.loads(arguments))
-    except (ValueError, RecursionError):
+        return cast(JsonValue, from_json(arguments))
+    except ValueError:
         return arguments
 
 

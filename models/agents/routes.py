@@ -1,10 +1,9 @@
 """Routes of the door: convert requests to turns of the policy, and turns to answers. Does not import torch."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from rheostat.models.agents.branches import Place
 from rheostat.models.agents.matching import ChatInput, match_messages, match_tokens
@@ -18,17 +17,15 @@ from rheostat.models.agents.replies import (
     text_reply,
     token_reply,
 )
-from rheostat.models.agents.sampler import OpenEpisode, SampledTurn, SamplingWish, TurnSampler
+from rheostat.models.agents.sampler import OpenEpisode, SampledTurn, SamplingWish, TurnSampler, check_length
 from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest
 from rheostat.models.config.policy_server import ObservedHistory
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.calls import ParsedTurn, Parser, build_parser
 from rheostat.models.text.per_turn import decode_turn
-from rheostat.models.text.tokenizer import ToolSchema, build_token_decoder, tokenize_prompts
+from rheostat.models.text.tokenizer import build_token_decoder, tokenize_prompts
 from rheostat.models.text.turns import TurnFormat
 
-_MAX_PARSERS: Final = 64
-"""Maximum number of parsers that are kept, one per list of tools."""
 _T = TypeVar("_T")
 
 
@@ -45,7 +42,6 @@ class AgentRoutes:
     history: ObservedHistory = "append"
     _text: Lock = field(default_factory=Lock, init=False, repr=False)
     """Lock that is held while a tokenizer or template is used."""
-    _parsers: dict[str, Parser] = field(default_factory=dict, init=False, repr=False)
 
     def list_models(self, episode: OpenEpisode) -> Body:
         """Return the body of `GET /v1/models`."""
@@ -56,6 +52,7 @@ class AgentRoutes:
         reached."""
         if not self.form.is_chat:
             raise RefusedRequest("the policy's tokenizer has no chat template. Use /v1/completions", param="messages")
+        check_length(request.model_dump_json(), episode.limits)
         chat, parse, place = self._read(lambda: self._match_chat(episode, request), param="messages")
         wish = SamplingWish(request.longest, request.stops)
         [sampled] = self.sampler.sample(episode, [place], wish)
@@ -75,6 +72,8 @@ class AgentRoutes:
                 "/inference/v1/generate for the log-probs of an answer",
                 param="logprobs" if request.logprobs is not None else "echo",
             )
+        for prompt in request.prompts:
+            check_length(prompt if isinstance(prompt, str) else "", episode.limits)
         wish = SamplingWish(request.max_tokens, request.stops)
         places = self._read(
             lambda: [match_tokens(episode.record, self._encode(prompt)) for prompt in request.prompts], param="prompt"
@@ -108,20 +107,9 @@ class AgentRoutes:
 
     def _match_chat(self, episode: OpenEpisode, request: ChatRequest) -> tuple[ChatInput, Parser, Place]:
         chat = request.chat()
-        parse = self._find_parser(chat.arguments.tools)
+        tools = chat.arguments.tools  # without tools, the text of a turn is not parsed
+        parse = build_parser(self.parser, self.form.tokenizer, tools=tools) if tools else ParsedTurn
         return chat, parse, match_messages(episode.record, episode.chats, chat, self.form, history=self.history)
-
-    def _find_parser(self, tools: Sequence[ToolSchema]) -> Parser:
-        """Return the parser of tool calls for a list of tools. Without tools, the text of a turn is not parsed. Raises
-        BadInput if no parser can read the policy's calls."""
-        if not tools:
-            return ParsedTurn
-        key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
-        if key not in self._parsers:
-            if len(self._parsers) >= _MAX_PARSERS:
-                self._parsers.clear()
-            self._parsers[key] = build_parser(self.parser, self.form.tokenizer, tools=tools)
-        return self._parsers[key]
 
     def _parse(self, sampled: SampledTurn, parse: Parser, wish: SamplingWish) -> tuple[ParsedTurn, str]:
         """Return the parsed turn, and its text before parsing. Special tokens are part of the text only if the turn is

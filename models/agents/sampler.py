@@ -15,6 +15,7 @@ from rheostat.models.agents.wire import RefusedRequest
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.engines.protocol import Completion, Generate, Request
 from rheostat.models.records.model_input import ModelInput
+from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
 CONTEXT_EXCEEDED: Final = "context_length_exceeded"
 """Error code of a request whose context leaves no room for a turn. Harnesses shorten their history after it."""
@@ -122,16 +123,27 @@ def _count_context(episode: OpenEpisode, place: Place) -> int:
     return earlier + len(place.context)
 
 
+def check_length(text: str, limits: TurnLimits) -> None:
+    """Raise RefusedRequest if a text is so long that it cannot fit into the context. Its tokens are not counted, which
+    would take long."""
+    if len(text) > limits.context * CHARACTERS_PER_TOKEN:
+        raise _context_error(limits, f"{len(text)} characters")
+
+
+def _context_error(limits: TurnLimits, length: str) -> RefusedRequest:
+    return RefusedRequest(
+        f"This model's maximum context length is {limits.context} tokens, but the request has {length} and needs room "
+        "for an answer. Send at least one token, and fewer than that",
+        code=CONTEXT_EXCEEDED,
+    )
+
+
 def _find_turn_limit(episode: OpenEpisode, num_context_tokens: int, wish: SamplingWish) -> int:
     """Return the maximum number of tokens of a turn after a context. Raises RefusedRequest if no token fits."""
     limits = episode.limits
     room = limits.context - num_context_tokens
     if room <= 0 or num_context_tokens == 0:
-        raise RefusedRequest(
-            f"This model's maximum context length is {limits.context} tokens, but the request has "
-            f"{num_context_tokens} tokens and needs room for an answer. Send at least one token, and fewer than that",
-            code=CONTEXT_EXCEEDED,
-        )
+        raise _context_error(limits, f"{num_context_tokens} tokens")
     left = limits.episode_tokens - episode.record.num_generated
     if left <= 0:
         raise RefusedRequest(

@@ -49,7 +49,7 @@ class PolicyDoor:
             context=context_of(directory) or config.context,
         )
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self.door = Door(routes, port=port, max_open=_CONCURRENT)
+        self.door = Door(routes, port=port)
         self.key = key
         self.forget()
 

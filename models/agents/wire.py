@@ -8,9 +8,10 @@ tools (`tool_choice`, `parallel_tool_calls`) have none either, and unknown field
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal, NoReturn, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import from_json
 
 from rheostat.models.agents.matching import THOUGHTS, ChatInput
 from rheostat.models.data.messages import read_kwargs, read_tools
@@ -42,11 +43,16 @@ NEUTRAL: Final[Mapping[str, tuple[JsonValue, ...]]] = {
 """Fields of a request that are not supported, each with the values that have no effect. Null has none either."""
 _UNION_MEMBER: Final = re.compile(r"str$|int$|.*\[")
 """Names by which pydantic reports the members of a union inside the place of an error."""
-MAX_STOPS: Final = 16
-"""Maximum number of stop texts of a request."""
+MAX_MESSAGES: Final = 10_000
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+"""Maximum number of stop texts of a request, and of the characters of one. The engine decodes this many tokens again
+after each new token."""
 
-
+_T = TypeVar("_T")
+_List = Annotated[list[_T], Field(fail_fast=True)]
+"""List whose first wrong element ends the check. Otherwise the errors of a large body would fill the memory."""
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
 class RefusedRequest(Exception):
@@ -99,9 +105,9 @@ class WireMessage(_Wire):
     """Message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[WirePart] | None = None
+    content: str | _List[WirePart] | None = None
     name: str | None = None
-    tool_calls: list[WireToolCall] | None = None
+    tool_calls: _List[WireToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -129,7 +135,7 @@ class _Answered(_Wire):
     """Fields that all requests share."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[_List[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     return_token_ids: bool | None = None
 
@@ -149,7 +155,7 @@ class StreamOptions(_Wire):
 class ChatRequest(_Answered):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[WireMessage], Field(min_length=1)]
+    messages: Annotated[_List[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[JsonValue] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
@@ -176,8 +182,8 @@ class TextRequest(_Answered):
 
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str] | list[list[TokenId]], Field(min_length=1, max_length=1024)]
+        | Annotated[_List[TokenId], Field(min_length=1)]
+        | Annotated[_List[str] | _List[_List[TokenId]], Field(min_length=1, max_length=1024)]
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -198,13 +204,13 @@ class TextRequest(_Answered):
 class TokenSampling(_Answered):
     """Field `sampling_params` of a request for tokens."""
 
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _List[int] | None = None
 
 
 class TokenRequest(_Wire):
     """Body of `POST /inference/v1/generate`, as vLLM defines it."""
 
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: Annotated[_List[TokenId], Field(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
     stream: Literal[False] | None = None
 
@@ -216,8 +222,7 @@ def read_request(body: bytes, kind: type[_R]) -> _R:
     """Parse the body of a request. Raises RefusedRequest, which names the first wrong field, if it is invalid or has a
     field that is not supported."""
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()
+        value = from_json(body, allow_inf_nan=False)
         fields = value if isinstance(value, dict) else {}
         sampling = fields.get("sampling_params")
         _check_neutral(fields | (sampling if isinstance(sampling, dict) else {}))
@@ -226,15 +231,9 @@ def read_request(body: bytes, kind: type[_R]) -> _R:
         # Of the errors of a union, the one inside the most specific member says most.
         deepest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
         where = ".".join(str(part) for part in deepest["loc"] if not _UNION_MEMBER.match(str(part))) or "body"
-        raise RefusedRequest(f"{where}: {deepest['msg']}", param=where) from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise RefusedRequest(f"the body of the request must be valid JSON in UTF-8: {reason}") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    """Raise ValueError for NaN and infinities, which JSON does not allow."""
-    raise ValueError(f"{name} is no number of JSON")
+        raise RefusedRequest(f"{where:.100}: {deepest['msg']}", param=where[:100]) from None
+    except ValueError as error:
+        raise RefusedRequest(f"the body of the request must be valid JSON in UTF-8: {error}") from None
 
 
 def _check_neutral(fields: Mapping[str, JsonValue]) -> None:

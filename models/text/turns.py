@@ -34,7 +34,7 @@ examine a template."""
 QUESTION: Final = Message("user", "Hello.")
 _THOUGHTS: Final = "<think>\nthought\n</think>\n\n"
 _LEFT_OUT: Final = "\n[...]\n"
-_CHARACTERS_PER_TOKEN: Final = 64
+CHARACTERS_PER_TOKEN: Final = 64
 """Assumed maximum number of characters per token. A text with more characters than this times the token limit is
 shortened without encoding it first."""
 _WAY_OUT: Final = "Set rollout.environment.history = 'per_turn', with which each turn has a separate prompt."
@@ -95,7 +95,7 @@ class TurnFormat:
     def shorten(self, text: str, max_tokens: int) -> str:
         """Return a text of at most `max_tokens` tokens. If the text is longer, its middle is replaced by a marker of at
         most seven tokens."""
-        longest = max_tokens * _CHARACTERS_PER_TOKEN
+        longest = max_tokens * CHARACTERS_PER_TOKEN
         if len(text) <= longest and self.count_tokens(text) <= max_tokens:
             return text
         low, high = 0, min(len(text) - 1, longest)

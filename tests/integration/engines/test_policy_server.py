@@ -62,7 +62,7 @@ def test_recorded_logprobs_are_those_of_a_forward_pass_over_the_recorded_context
         assert total == pytest.approx(sum(each.logprobs), abs=1e-3)
 
 
-def test_a_server_with_a_seed_repeats_its_answers_and_samples_equal_requests_anew(served):
+def test_a_server_with_a_seed_repeats_its_answers_but_equal_requests_differ(served):
     def tokens():
         return [chat(served, user("Hello."), return_token_ids=True)["token_ids"] for _ in range(3)]
 

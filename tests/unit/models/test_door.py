@@ -4,13 +4,16 @@ import json
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
 
+import rheostat.infra.http_guard
 import rheostat.models.agents.door
+from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits
+from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest, read_request
 from tests.support.doors import CALL, LIMITS, letters, open_door, user
 
 BASH = {
@@ -41,6 +44,10 @@ def wait_until(claim):
     while not claim():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def guest_of(opened):
+    return next(iter(opened.door._guests.values()))
 
 
 # ---- answers
@@ -171,31 +178,42 @@ def test_equal_requests_are_new_samples():
         assert len(seeds) == 2
 
 
-@pytest.mark.parametrize(
-    ("first", "again"),
-    [
-        ({}, {"x-stainless-retry-count": "1"}),
-        ({"idempotency-key": "k"}, {"idempotency-key": "k"}),
-    ],
-    ids=["retry count", "idempotency key"],
-)
-def test_a_marked_repeat_gets_the_answer_of_the_first_request(first, again):
-    with open_door("a", "b") as opened:
-        answers = [opened.chat(user("Hi."), headers=headers).json() for headers in (first, again)]
-        assert answers[0] == answers[1]
-        assert len(opened.policy.requests) == 1
-
-
 def test_a_repeat_takes_over_the_answer_of_a_closed_connection():
     with open_door("a", "b") as opened:
         opened.policy.gate.clear()
         with pytest.raises(httpx.ReadTimeout):
             opened.client.post("/chat/completions", json={"messages": [user("Hi.")]}, timeout=0.3)
-        guest = opened.door._guests[next(iter(opened.door._guests))]
-        wait_until(lambda: guest.num_open == 0)
+        wait_until(lambda: guest_of(opened).num_open == 0)
         opened.policy.gate.set()
         answers = [opened.client.post("/chat/completions", json={"messages": [user("Hi.")]}) for _ in range(2)]
         assert [each.json()["choices"][0]["message"]["content"] for each in answers] == ["a", "b"]
+
+
+def test_a_request_whose_connection_was_closed_counts_as_open_until_it_is_sampled():
+    with open_door("a", "b", limits=limits(concurrent=1)) as opened:
+        opened.policy.gate.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            opened.client.post("/chat/completions", json={"messages": [user("Hi.")]}, timeout=0.3)
+        wait_until(lambda: guest_of(opened).num_open == 0)
+        assert error_of(opened.chat(user("More."))) == (429, "rate_limit_exceeded")
+        opened.policy.gate.set()
+        wait_until(lambda: not guest_of(opened).unfinished)
+        assert opened.chat(user("More.")).status_code == 200
+
+
+def test_an_error_is_not_kept_for_a_repeat():
+    with open_door("a") as opened:
+        texts, opened.policy.texts = opened.policy.texts, iter(())
+        opened.policy.gate.clear()
+        body = {"messages": [user("Hi.")]}
+        with pytest.raises(httpx.ReadTimeout):
+            opened.client.post("/chat/completions", json=body, timeout=0.3)
+        wait_until(lambda: guest_of(opened).num_open == 0)
+        opened.policy.gate.set()
+        wait_until(lambda: not guest_of(opened).unfinished)
+        opened.policy.texts = texts
+        assert opened.client.post("/chat/completions", json=body).status_code == 200
+        assert guest_of(opened).abandoned == []
 
 
 def test_a_stream_that_waits_for_a_turn_contains_comments(monkeypatch):
@@ -248,13 +266,13 @@ def test_the_end_of_an_episode_ends_its_open_requests():
         assert error_of(opened.chat(user("Hi."))) == (401, "invalid_api_key")
 
 
-def test_an_error_of_the_engine_reaches_its_own_request_only_and_a_repeat_is_sampled_again():
+def test_after_an_error_of_the_engine_an_equal_request_is_sampled():
     with open_door("a") as opened:
         texts, opened.policy.texts = opened.policy.texts, iter(())
         assert error_of(opened.chat(user("Hi."))) == (500, "engine_failed")
         assert opened.episode.record.num_requests == 0
         opened.policy.texts = texts
-        assert opened.chat(user("Hi."), headers={"x-stainless-retry-count": "1"}).status_code == 200
+        assert opened.chat(user("Hi.")).status_code == 200
 
 
 # ---- attacks
@@ -277,11 +295,7 @@ def test_a_key_reaches_only_the_record_of_its_own_episode():
         other = OpenEpisode(seed=9, limits=LIMITS)
         with opened.client_of(opened.door.admit(other)) as client:
             opened.chat(user("Hi."))
-            repeated = client.post(
-                "/chat/completions",
-                json={"model": "policy", "messages": [user("Hi.")]},
-                headers={"x-stainless-retry-count": "1"},
-            )
+            repeated = client.post("/chat/completions", json={"model": "policy", "messages": [user("Hi.")]})
         assert repeated.json()["choices"][0]["message"]["content"] == "b"
         assert [opened.episode.record.num_requests, other.record.num_requests] == [1, 1]
 
@@ -325,6 +339,8 @@ def test_other_apis_are_refused_with_a_remedy():
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stop": ["x" * 257]}, "stop"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "messages"),
         ({"tools": [{"type": "function"}]}, "messages"),
         ({"messages": []}, "messages"),
@@ -370,12 +386,31 @@ def test_a_body_that_is_no_object_of_json_is_refused(body):
         assert opened.client.post("/chat/completions", content=body).status_code == 400
 
 
+def test_only_the_first_wrong_element_of_a_list_is_reported():
+    """The errors of all elements of a body of 8 MiB would need gigabytes of memory."""
+    wrong = b"[" + b"1," * 5000 + b"1]"
+    bodies = [(b'{"messages":%b}', ChatRequest), (b'{"prompt":%b}', TextRequest), (b'{"token_ids":%b}', TokenRequest)]
+    for body, kind in bodies:
+        content = body % (wrong if kind is ChatRequest else wrong.replace(b"1", b'{"a":1}'))
+        with pytest.raises(RefusedRequest) as refused:
+            read_request(content, kind)
+        assert refused.value.__context__.error_count() < 6
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded(monkeypatch):
+    monkeypatch.setattr(AgentRoutes, "_read", lambda *_, **__: pytest.fail("the text was encoded"))
+    with open_door("a", limits=limits(context=100)) as opened:
+        text = "a " * 4000
+        for refused in (opened.chat(user(text)), opened.client.post("/completions", json={"prompt": ["a", text]})):
+            assert error_of(refused) == (400, "context_length_exceeded")
+
+
 def send_raw(opened, request):
     """Send bytes over a socket, and return what the server answers before it closes the connection."""
     answer = b""
     with (
         suppress(ConnectionError),
-        socket.create_connection(("127.0.0.1", opened.door.port), timeout=20) as connection,
+        connect(opened) as connection,
     ):
         connection.sendall(request)
         while received := connection.recv(65536):
@@ -401,10 +436,33 @@ def test_large_bodies_are_refused_with_and_without_their_length(monkeypatch):
 
 def test_slow_bodies_are_refused(monkeypatch):
     monkeypatch.setattr(rheostat.models.agents.door, "BODY_SECONDS", 0.2)
-    with open_door("a") as opened, socket.create_connection(("127.0.0.1", opened.door.port), timeout=20) as connection:
+    with open_door("a") as opened, connect(opened) as connection:
         connection.sendall(head_of(opened, "Content-Length: 100") + b"\r\n{")
         assert connection.recv(65536).startswith(b"HTTP/1.1 408")
-        wait_until(lambda: next(iter(opened.door._guests.values())).num_open == 0)
+        wait_until(lambda: guest_of(opened).num_open == 0)
+
+
+def connect(opened):
+    return socket.create_connection(("127.0.0.1", opened.door.port), timeout=20)
+
+
+def test_of_too_many_waiting_connections_the_oldest_is_closed_and_requests_are_answered(monkeypatch):
+    monkeypatch.setattr(rheostat.infra.http_guard, "MAX_WAITING", 3)
+    with open_door("a", "b") as opened, ExitStack() as stack:
+        opened.policy.gate.clear()
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(opened.chat(user("Hi."))))
+        thread.start()
+        wait_until(lambda: opened.episode.record.num_requests == 1)
+        silent = [stack.enter_context(connect(opened)) for _ in range(4)]
+        for connection in silent[1:]:
+            connection.sendall(head_of(opened)[:40])
+        assert silent[0].recv(1) == b""
+        assert len(opened.door._server.server_state.connections) == 4
+        opened.policy.gate.set()
+        thread.join(20)
+        assert answers[0].status_code == 200
+        assert opened.chat(user("More.")).status_code == 200
 
 
 def test_large_and_malformed_headers_are_refused():
