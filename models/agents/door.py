@@ -202,21 +202,23 @@ class Door:
         if guest.is_dismissed:
             raise _ended()
         guest.check_open(len(guest.unfinished))
-        answer = asyncio.wrap_future(start_apart(partial(_sample, sample)))
+        answer = asyncio.wrap_future(start_apart(partial(_sample, guest, sample)))
         guest.unfinished.add(answer)
         answer.add_done_callback(guest.unfinished.discard)
         answer.add_done_callback(_has_failed)  # marks an error as read
         return answer
 
 
-def _sample(sample: Callable[[], DoorReply]) -> DoorReply:
-    """Return the answer to a request. Errors other than RefusedRequest are logged, and the client receives status
-    500."""
+def _sample(guest: _Guest, sample: Callable[[], DoorReply]) -> DoorReply:
+    """Return the answer to a request. Errors other than RefusedRequest are logged, unless the episode has ended, and
+    the client receives status 500."""
     try:
         return sample()
     except RefusedRequest:
         raise
     except Exception:
+        if guest.is_dismissed:
+            raise _ended() from None
         logger.exception("A turn of an agent could not be sampled")
         raise RefusedRequest("the turn could not be sampled", status=500, code="engine_failed") from None
 

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 
 import httpx
+import psutil
 import pytest
 
 from rheostat.flows.cli.app import main
@@ -111,7 +113,10 @@ def test_a_missing_directory_is_refused(tmp_path, capsys, no_program):
 
 
 @pytest.mark.system
-def test_the_command_serves_until_it_is_interrupted(directory):
+def test_the_command_serves_until_it_is_interrupted_and_does_not_wait_for_turns(tmp_path):
+    """The turns of the open request are long. An abort of the process would be code -6."""
+    directory = tmp_path / "policy"
+    write_chat_policy(directory, "qwen-2.5", likely={"<|im_end|>": 1e-6})
     command = [sys.executable, "-m", "rheostat", "engine", "serve-policy", str(directory), "parser=hermes"]
     environment = {**os.environ, "RHEOSTAT_SERVE_KEY": "secret"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
@@ -120,7 +125,22 @@ def test_the_command_serves_until_it_is_interrupted(directory):
             url = lines[1].removeprefix("export OPENAI_BASE_URL=")
             assert lines[2] == "export OPENAI_API_KEY=$RHEOSTAT_SERVE_KEY"
             headers = {"authorization": "Bearer secret"}
-            assert httpx.get(f"{url}/models", headers=headers, trust_env=False).status_code == 200
+            with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=None) as client:
+                assert client.get("/models").status_code == 200
+                request = {"prompt": [[5, 6]] * 64, "max_tokens": 1000}
+                answers = []
+                thread = threading.Thread(target=lambda: answers.append(client.post("/completions", json=request)))
+                before = cpu_seconds(server)
+                thread.start()
+                while cpu_seconds(server) < before + 0.3:  # the turns are sampled
+                    time.sleep(0.05)
+                server.send_signal(signal.SIGINT)
+                thread.join()
+            assert answers[0].status_code == 409
+            assert server.wait() == 0
         finally:
-            server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+            server.kill()
+
+
+def cpu_seconds(server):
+    return sum(psutil.Process(server.pid).cpu_times()[:2])
