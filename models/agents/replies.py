@@ -87,11 +87,9 @@ def chat_reply(
         choice["logprobs"] = {"content": [_encode_logprob(each, value, decode) for each, value in _scored(sampled)]}
     if wants["token_ids"]:
         choice["token_ids"] = [*sampled.turn.tokens]
-    common = _identify(head, "chatcmpl", sampled)
-    body: Body = {**common, "object": "chat.completion", "choices": [choice], "usage": usage_of([sampled])}
-    return DoorReply(
-        body, tuple(_chat_events(common, choice, message, usage_of([sampled]) if wants["usage"] else None))
-    )
+    common, usage = _identify(head, "chatcmpl", sampled), usage_of([sampled])
+    body: Body = {**common, "object": "chat.completion", "choices": [choice], "usage": usage}
+    return DoorReply(body, tuple(_chat_events(common, choice, message, usage if wants["usage"] else None)))
 
 
 def _chat_events(common: Body, choice: Body, message: Body, usage: Body | None) -> Iterator[Body]:
@@ -125,11 +123,8 @@ def text_reply(
         choices.append(choice | ({"token_ids": [*each.turn.tokens]} if wants["token_ids"] else {}))
     common = {**_identify(head, "cmpl", sampled[0]), "object": "text_completion"}
     usage = usage_of(sampled)
-    events: list[Body] = [{**common, "choices": [choice]} for choice in choices]
-    return DoorReply(
-        {**common, "choices": choices, "usage": usage},
-        (*events, *([{**common, "choices": [], "usage": usage}] if wants["usage"] else [])),
-    )
+    last: list[Body] = [{**common, "choices": [], "usage": usage}] if wants["usage"] else []
+    return DoorReply({**common, "choices": choices, "usage": usage}, ({**common, "choices": choices}, *last))
 
 
 def token_reply(head: ReplyHead, sampled: SampledTurn) -> DoorReply:
@@ -150,16 +145,8 @@ def token_reply(head: ReplyHead, sampled: SampledTurn) -> DoorReply:
         "logprobs": {"content": content},
     }
     common = _identify(head, "generate", sampled)
-    return DoorReply(
-        {
-            "request_id": common["id"],
-            "model": head.model,
-            "created": head.created,
-            "usage": usage_of([sampled]),
-            "output_mode": "tokens",
-            "choices": [choice],
-        }
-    )
+    common["request_id"] = common.pop("id")
+    return DoorReply({**common, "usage": usage_of([sampled]), "output_mode": "tokens", "choices": [choice]})
 
 
 def finish_reason(sampled: SampledTurn, *, has_calls: bool = False) -> str:
@@ -171,10 +158,8 @@ def finish_reason(sampled: SampledTurn, *, has_calls: bool = False) -> str:
 
 def usage_of(sampled: Sequence[SampledTurn]) -> Body:
     """Return the numbers of tokens before and in turns."""
-    prompt, generated = (
-        sum(each.num_context_tokens for each in sampled),
-        sum(len(each.turn.tokens) for each in sampled),
-    )
+    prompt = sum(each.num_context_tokens for each in sampled)
+    generated = sum(len(each.turn.tokens) for each in sampled)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 

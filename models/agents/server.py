@@ -5,6 +5,9 @@ import time
 from pathlib import Path
 from typing import Final
 
+from transformers import PreTrainedTokenizerFast
+
+from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import BundleRef
 from rheostat.models.agents.door import Door
 from rheostat.models.agents.replies import ReplyHead
@@ -14,6 +17,7 @@ from rheostat.models.config.policy_server import PolicyServer
 from rheostat.models.engines.protocol import build_engine
 from rheostat.models.engines.requests import context_of, generation_settings, stated_ends
 from rheostat.models.records.versions import ModelVersion
+from rheostat.models.text.calls import build_parser
 from rheostat.models.text.tokenizer import load_tokenizer
 from rheostat.models.text.turns import turn_format
 from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
@@ -36,6 +40,8 @@ class PolicyDoor:
         form = turn_format(
             tokenizer, stated=stated_ends(generation_settings(directory)), is_chat=bool(tokenizer.chat_template)
         )
+        if config.parser != "auto":  # found for the tools of each request
+            _check_parser(config.parser, tokenizer)
         self._engine = build_engine(config.engine)
         self._engine.load(directory, ModelVersion(0, BundleRef(key="", digest="", bytes=0)))
         sampler = TurnSampler(SharedGenerate(self._engine.generate), config.sampling, version=0)
@@ -67,3 +73,11 @@ class PolicyDoor:
         """Stop the server and release the policy."""
         self.door.close()
         self._engine.close()
+
+
+def _check_parser(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise BadInput if there is no parser of tool calls with this name."""
+    try:
+        build_parser(name, tokenizer)
+    except BadInput as error:
+        raise BadInput(str(error).removeprefix("rollout.environment.")) from None

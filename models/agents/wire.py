@@ -8,7 +8,7 @@ tools (`tool_choice`, `parallel_tool_calls`) have none either, and unknown field
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json
@@ -192,13 +192,8 @@ class TextRequest(_Answered):
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
         """Prompts of the request, each as a text or as token IDs."""
-        match self.prompt:
-            case str():
-                return [self.prompt]
-            case [int(), *_]:
-                return [[token for token in self.prompt if isinstance(token, int)]]
-            case _:
-                return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast("Sequence[str | Sequence[int]]", [self.prompt] if is_one else self.prompt)
 
 
 class TokenSampling(_Answered):

@@ -92,6 +92,11 @@ def test_a_port_in_use_is_refused(served, directory):
         PolicyDoor(PolicyServer(), directory, port=served.door.port, key="key")
 
 
+def test_an_unknown_parser_is_refused(directory):
+    with pytest.raises(BadInput, match=r"^parser is 'hermess', but it must be auto"):
+        PolicyDoor(PolicyServer(parser="hermess"), directory, port=0, key="key")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

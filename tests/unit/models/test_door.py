@@ -169,6 +169,58 @@ def test_requests_that_wait_for_the_engine_are_generated_in_one_batch():
         assert [len(batch) for batch, _ in opened.policy.batches] == [1, 3]
 
 
+# ---- programs
+TASK = [{"role": "user", "content": "What is 40+2?"}]
+FINAL = {**BASH, "function": {**BASH["function"], "name": "final_answer"}}
+RECORDED = {
+    "smolagents": (
+        "chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "You are an expert assistant."}]},
+                {"role": "user", "content": [{"type": "text", "text": "New task:\nWhat is 40+2?"}]},
+            ],
+            "stop": ["Observation:", "Calling tools:"],
+            "tool_choice": "required",
+            "tools": [FINAL],
+        },
+    ),
+    "openai-agents": (
+        "chat/completions",
+        {"messages": [{"content": "Use it.", "role": "system"}, *TASK], "tools": [BASH], "stream": False},
+    ),
+    "inspect": (
+        "chat/completions",
+        {"messages": TASK, "seed": 5, "temperature": 0.0, "tool_choice": "auto", "tools": [BASH]},
+    ),
+    "lm-eval chat": (
+        "chat/completions",
+        {"messages": TASK, "max_tokens": 8, "temperature": 0, "stop": ["\n"], "seed": 1234},
+    ),
+    "lm-eval": (
+        "completions",
+        {"prompt": [[18, 12], [19]], "max_tokens": 8, "temperature": 0, "stop": ["\n"], "seed": 1234},
+    ),
+    "verifiers with tokens": (
+        "../inference/v1/generate",
+        {
+            "token_ids": [85, 80],
+            "sampling_params": {"temperature": 1.0, "max_tokens": 64, "seed": 7, "skip_special_tokens": False},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("program", RECORDED)
+def test_first_requests_of_programs_are_answered(program):
+    """The requests were recorded, except their long texts."""
+    path, body = RECORDED[program]
+    with open_door("a", "b") as opened:
+        answer = opened.client.post(f"/{path}", json={"model": "policy", **body})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
 # ---- repeats
 def test_equal_requests_are_new_samples():
     with open_door("a", "b") as opened:
