@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -38,27 +38,43 @@ class LimitedConnection(H11Protocol):
     longest is closed. Programs can therefore not use up the file descriptors of this process by connections on which
     they send nothing, or headers that never end."""
 
-    _waits_since = 0.0
-    """Time on the event loop's clock since which the connection waits for a request."""
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection, and close another one if there are too many."""
+        """Accept the connection."""
         super().connection_made(transport)
-        self._waits_since = self.loop.time()
-        waiting = [each for each in self.connections if isinstance(each, LimitedConnection) and each.is_waiting]
-        if len(waiting) > MAX_WAITING:
-            min(waiting, key=lambda each: each._waits_since).transport.abort()
+        self._limit_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the requests in received bytes."""
+        super().data_received(data)
+        self._limit_waiting()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request of the connection."""
-        self._waits_since = self.loop.time()
+        """Wait for the next request, or handle it if it is there."""
         super().on_response_complete()
+        self._limit_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._waiting.pop(self, None)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the connection answers no request."""
-        cycle: RequestResponseCycle | None = self.cycle
-        return cycle is None or cycle.response_complete
+    def _waiting(self) -> "dict[LimitedConnection, None]":
+        """Connections of this server that wait for a request, in the order in which they began to wait."""
+        waiting: dict[LimitedConnection, None] = self.app_state.setdefault("waiting", {})
+        return waiting
+
+    def _limit_waiting(self) -> None:
+        """Note whether this connection waits, and close the one that has waited longest if there are too many."""
+        waiting, cycle = self._waiting, cast(RequestResponseCycle | None, self.cycle)
+        if cycle is None or cycle.response_complete:
+            waiting.setdefault(self)
+        else:
+            waiting.pop(self, None)
+        if len(waiting) > MAX_WAITING:
+            oldest = next(iter(waiting))
+            del waiting[oldest]
+            oldest.transport.abort()
 
 
 class BodyRefused(Exception):

@@ -241,6 +241,7 @@ def _configure_server(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=128,  # asyncio accepts this many connections before the surplus is closed
         timeout_graceful_shutdown=2,
     )
 

@@ -432,8 +432,13 @@ def test_prompts_that_the_policy_cannot_read_are_refused_by_name(path, body, par
         assert refused.json()["error"]["param"].startswith(param)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'"\\ud800"'])
-def test_a_body_that_is_no_object_of_json_is_refused(body):
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "-Infinity", "\xff", "[" * 100_000, '"\\ud800"', "9" * 5000, "", "1}{"],
+    ids=["NaN", "infinity", "no UTF-8", "nested", "half a character", "long number", "nothing", "two values"],
+)
+def test_a_body_that_is_no_object_of_json_is_refused(value):
+    body = b'{"messages": [{"role": "user", "content": "Hi."}], "a": ' + value.encode("latin-1") + b"}"
     with open_door("a") as opened:
         assert opened.client.post("/chat/completions", content=body).status_code == 400
 
@@ -498,7 +503,7 @@ def connect(opened):
     return socket.create_connection(("127.0.0.1", opened.door.port), timeout=20)
 
 
-def test_of_too_many_waiting_connections_the_oldest_is_closed_and_requests_are_answered(monkeypatch):
+def test_of_too_many_waiting_connections_the_oldest_are_closed_and_requests_are_answered(monkeypatch):
     monkeypatch.setattr(rheostat.infra.http_guard, "MAX_WAITING", 3)
     with open_door("a", "b") as opened, ExitStack() as stack:
         opened.policy.gate.clear()
@@ -506,10 +511,12 @@ def test_of_too_many_waiting_connections_the_oldest_is_closed_and_requests_are_a
         thread = threading.Thread(target=lambda: answers.append(opened.chat(user("Hi."))))
         thread.start()
         wait_until(lambda: opened.episode.record.num_requests == 1)
-        silent = [stack.enter_context(connect(opened)) for _ in range(4)]
-        for connection in silent[1:]:
+        opened.door._loop.call_soon_threadsafe(time.sleep, 0.5)  # then many connections are accepted at once
+        silent = [stack.enter_context(connect(opened)) for _ in range(40)]
+        for connection in silent[-3:]:
             connection.sendall(head_of(opened)[:40])
-        assert silent[0].recv(1) == b""
+        for connection in silent[:-3]:
+            assert connection.recv(1) == b""
         assert len(opened.door._server.server_state.connections) == 4
         opened.policy.gate.set()
         thread.join(20)
