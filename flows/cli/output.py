@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from rheostat.infra.costs import Cost, total
@@ -188,7 +188,7 @@ def rollout_text(sample: RolloutPreview) -> str:
         f"--- iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, "
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
         f"{''.join(map(_describe_image, sample.images))}"
-        f"{''.join(_describe_turn(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
+        f"{''.join(_describe_turns(sample.turns or ()))}"
     )
     return f"{make_visible(head)}{make_visible(sample.prompt)}{bold}{make_visible(sample.completion)}{plain}"
 
@@ -197,13 +197,22 @@ def _describe_image(image: ShownImage) -> str:
     return f"image {image.digest[:16]}, {image.format} {image.width} x {image.height}, {image.bytes:,} bytes\n"
 
 
+def _describe_turns(turns: Sequence[TurnRecord]) -> Iterator[str]:
+    """Yield one line for each turn of an episode, in order of time."""
+    for place, turn in enumerate(sorted(turns, key=lambda turn: turn.order or 0)):
+        yield _describe_turn(1 + (place if turn.order is None else turn.order), turn)
+
+
 def _describe_turn(number: int, turn: TurnRecord) -> str:
-    """Describe a turn of an episode in one line: tokens, tool calls, reward and failure."""
+    """Describe a turn of an episode in one line: tokens, tool calls, place in the tree of turns, reward and failure."""
     parts = [
         f"{format_count(turn.tokens, 'token')} generated",
         f"{format_count(turn.observation, 'token')} of observation",
     ]
     parts += [f"{format_count(turn.calls, 'call')} ({turn.errors} could not be parsed)"] if turn.calls else []
+    if turn.order is not None:
+        parts += ["fresh prompt" if turn.parent is None else f"continues turn {turn.parent + 1}"]
+    parts += ["replayed"] if turn.replayed else []
     parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
     parts += [f"failed: {turn.error}"] if turn.error is not None else []
     return f"turn {number}: {', '.join(parts)}\n"

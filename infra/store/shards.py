@@ -55,13 +55,17 @@ class ShardKind:
 
     def complete(self, table: "pa.Table") -> "pa.Table":
         """Return the table of a shard with all columns of this kind. Columns that were introduced after the shard was
-        written get their values from `missing`."""
+        written get their values from `missing`. Fields of structs that were introduced later are null."""
         import pyarrow as pa
 
         for index, column in enumerate(self.schema):
-            if column.name in self.missing and column.name not in table.column_names:
-                values = pa.array([self.missing[column.name]] * table.num_rows, column.type)
-                table = table.add_column(min(index, table.num_columns), column, values)
+            if column.name not in table.column_names:
+                if column.name in self.missing:
+                    values = pa.array([self.missing[column.name]] * table.num_rows, column.type)
+                    table = table.add_column(min(index, table.num_columns), column, values)
+            elif table.schema.field(column.name).type != column.type and pa.types.is_nested(column.type):
+                position = table.column_names.index(column.name)
+                table = table.set_column(position, column, table[column.name].cast(column.type))
         return table
 
 

@@ -42,7 +42,14 @@ from rheostat.models.records.columns import (
     lengths_of,
     lists,
 )
-from rheostat.models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
+from rheostat.models.records.model_input import (
+    ENVIRONMENT,
+    ROLLOUT_INPUT,
+    TURN_PROMPT,
+    completion_lengths,
+    read_segments,
+    sample_columns,
+)
 from rheostat.models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
 from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
@@ -60,8 +67,9 @@ def build_sample_table(
 
     `made` contains the advantages and returns, and `values_T` the critic's values. The completions in the mask `kept_N`
     become samples. If the turns of an episode have separate prompts, each turn becomes one sample, in the order of
-    turns. For a completion in the mask `emptied_N`, the sample contains the prompt without completion tokens. Such a
-    sample counts towards the size of a minibatch, but not in the loss, the KL penalty or their denominators.
+    turns. Each branch of an agent's episode becomes one sample. For a completion in the mask `emptied_N`, the sample
+    contains the prompt without completion tokens. Such a sample counts towards the size of a minibatch, but not in the
+    loss, the KL penalty or their denominators.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -160,14 +168,17 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
     if not len(episodes):
         return {}
     parts = pc.list_flatten(episodes)
-    calls, errors, observations = (
-        float(integers(pc.struct_field(parts, name)).sum()) for name in ("calls", "errors", "observation")
-    )
+    calls, errors = (float(integers(pc.struct_field(parts, name)).sum()) for name in ("calls", "errors"))
+    tokens_S, versions_S = read_segments(rollouts)
+    prompts, observations = (float(tokens_S[versions_S == each].sum()) for each in (TURN_PROMPT, ENVIRONMENT))
     endings = {reason: pc.equal(rollouts["finish_reason"], reason.value).to_numpy().mean() for reason in ENDINGS}
+    is_branched = pc.struct_field(parts, "order").null_count < len(parts)
+    num_branches = float((count_turn_prompts(rollouts) + (completion_lengths(rollouts) > 0)).sum())
     return {
         "turns_mean": len(parts) / len(episodes),
-        "turn_prompt_tokens_mean" if count_turn_prompts(rollouts).any() else "observation_tokens_mean": observations
-        / len(episodes),
+        **({"branches_mean": num_branches / len(episodes)} if is_branched else {}),
+        **({"turn_prompt_tokens_mean": prompts / len(episodes)} if prompts else {}),
+        **({"observation_tokens_mean": observations / len(episodes)} if observations or not prompts else {}),
         "calls_mean": calls / len(episodes),
         **({"call_error_fraction": errors / calls} if calls else {}),
         **{f"ended_{reason.value}_fraction": float(share) for reason, share in endings.items()},

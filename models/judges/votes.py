@@ -102,13 +102,26 @@ class Ballot:
 
 def read_episodes(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
     """Return the messages of each episode, starting with the policy's first turn. A completion that is not an episode
-    gets no messages."""
+    gets no messages. Of an agent's episode, only the conversation that ends with the last turn has messages."""
     episodes = []
     for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
         texts = [(each["role"], each["content"]) for each in messages or ()]
-        wrote = [place for place, (role, _) in enumerate(texts) if role == "assistant"][-len(turns or ()) :]
+        wrote = [place for place, (role, _) in enumerate(texts) if role == "assistant"]
+        wrote = wrote[-_count_turns_of_messages(turns or ()) :]
         episodes.append(tuple(texts[wrote[0] :]) if turns and wrote else ())
     return episodes
+
+
+def _count_turns_of_messages(turns: Sequence[Mapping[str, int | None]]) -> int:
+    """Return the number of turns whose text is in the messages of an episode: all turns, or those of the conversation
+    that ends with the last turn of an agent's episode."""
+    parents = {order: turn["parent"] for turn in turns if (order := turn["order"]) is not None}
+    if not parents:
+        return len(turns)
+    count, at = 0, max(parents, default=None)
+    while at is not None:
+        count, at = count + 1, parents[at]
+    return count
 
 
 def with_canaries(completions: Sequence[JudgedCompletion], canaries: Canaries | None) -> list[JudgedCompletion]:

@@ -72,9 +72,16 @@ TURN = pa.struct(
         ("errors", pa.int32()),  # tool calls that could not be parsed
         ("reward", pa.float64()),  # reward from the environment; null if there is none
         ("error", pa.string()),  # reason why the environment failed
+        # Tree of an agent's episode; null for other episodes, whose turns are in order of time.
+        ("order", pa.int32()),  # number of the request, in the order in which requests were accepted
+        ("parent", pa.int32()),  # order of the turn that this one continues; null for a fresh prompt
+        ("replayed", pa.bool_()),  # whether the turn was recorded before a restart of the agent
+        ("finish_reason", pa.string()),
+        ("text", pa.string()),  # text that the policy generated, without tool calls
     ]
 )
-"""Arrow type of one turn of an episode: numbers of tokens and of tool calls, reward, and error."""
+"""Arrow type of one turn of an episode: numbers of tokens and of tool calls, reward, error, and place in the tree of
+turns."""
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -96,7 +103,9 @@ ROLLOUT_SCHEMA = pa.schema(
         # Policy versions that generated the completion, in order: several if it was continued in a later iteration.
         # Version -1 marks text of an environment, -2 the separate prompt of a turn; their tokens have log-probs of 0.
         ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
-        ("turns", pa.list_(TURN)),  # turns of an episode, in order; null without an environment
+        # Turns of an episode in the order of their tokens, which is branch after branch for an agent's episode. Null
+        # without an environment.
+        ("turns", pa.list_(TURN)),
         # Messages of an episode: those of the prompt, then for each turn the policy's and the environment's. Null if
         # turns is.
         ("messages", pa.list_(MESSAGE)),
@@ -201,12 +210,13 @@ _ROLLOUT_ADDITIONS: Final = {"images": list[str](), "turns": None, "messages": N
 KINDS: Final = declare_kinds(
     ShardKind("prompts", PROMPT_SCHEMA, missing={"images": [], "columns": "{}", "messages": None}),
     ShardKind("media", MEDIA_SCHEMA),
-    ShardKind("rollouts", ROLLOUT_SCHEMA, missing=_ROLLOUT_ADDITIONS),
-    ShardKind("unfinished", ROLLOUT_SCHEMA, missing=_ROLLOUT_ADDITIONS),
+    ShardKind("rollouts", ROLLOUT_SCHEMA, version=2, missing=_ROLLOUT_ADDITIONS),
+    ShardKind("unfinished", ROLLOUT_SCHEMA, version=2, missing=_ROLLOUT_ADDITIONS),
     ShardKind("scores", score_schema(())),
     ShardKind("verdicts", VERDICT_SCHEMA),
     ShardKind("estimates", ESTIMATE_SCHEMA),
     ShardKind("samples", SAMPLE_SCHEMA, missing={"images": []}),
 )
 """Column layouts of all kinds of shards that stages write. If you change a schema, increase the version of its kind,
-add values for new columns in older shards under `missing`, and add the new layout to tests/unit/models/layouts.toml."""
+add values for new columns in older shards under `missing`, and add the new layout to tests/unit/models/layouts.toml. A
+new field of a struct is null in older shards."""

@@ -58,6 +58,8 @@ class Case:
     """Messages of an episode, starting with the messages of the prompt. Empty if the completion is not an episode."""
     turns: tuple[int, ...] = ()
     """Index of the first token of each turn. Empty if the completion is not an episode."""
+    turn_texts: tuple[str, ...] = ()
+    """Text that the policy generated in each turn. Empty if the completion is not an episode."""
 
     @property
     def chat(self) -> list[ChatMessage]:
@@ -66,11 +68,6 @@ class Case:
             return list(self.messages)
         texts = {"user": self.prompt, "assistant": self.completion}
         return [ChatMessage(role=role, content=text, name=None) for role, text in texts.items()]
-
-    @property
-    def turn_texts(self) -> list[str]:
-        """Texts that the policy generated, one for each turn of the episode."""
-        return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
 
 ReferenceCheck = Callable[[str], object]
@@ -207,7 +204,7 @@ class Evaluator:
             result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
         if rule.granularity == "turn":
-            turns = case.turn_texts
+            turns = list(case.turn_texts)
             result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
             spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
             return spans, result.reason, result.seconds

@@ -59,6 +59,19 @@ class TurnRecord:
     """Reward that the environment returned for this turn, or None if it returned none."""
     error: str | None = None
     """Error message if the environment failed in this turn, or None."""
+    order: int | None = None
+    """Number of the request of this turn in the order in which an agent's requests were accepted, starting with 0. None
+    if the episode is not an agent's. Its turns are then stored in order of time."""
+    parent: int | None = None
+    """Order of the turn whose tokens this turn continues, or None if the turn starts with a fresh prompt."""
+    replayed: bool | None = None
+    """Whether this turn was recorded before a restart of the agent and returned to the agent again. None if the episode
+    is not an agent's."""
+    finish_reason: FinishReason | None = None
+    """Reason why the turn of an agent ended. `cut` if it is unfinished. None if the episode is not an agent's."""
+    text: str | None = None
+    """Text of an agent's turn without its tool calls. None if the episode is not an agent's. Its text is then in the
+    messages."""
 
 
 @dataclass(frozen=True, slots=True)

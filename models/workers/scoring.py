@@ -28,7 +28,13 @@ from rheostat.models.records.model_input import COMPLETION_TOKENS, image_digests
 from rheostat.models.records.versions import Outcome
 from rheostat.models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from rheostat.models.rewards.code import CodeJudge
-from rheostat.models.rewards.environment import environment_rewards, find_failures, find_turn_starts, read_turns
+from rheostat.models.rewards.environment import (
+    environment_rewards,
+    find_failures,
+    find_turn_starts,
+    find_turn_texts,
+    read_turns,
+)
 from rheostat.models.rewards.evaluate import Case, Evaluator
 from rheostat.models.rewards.scores import combine_results, score_metrics, score_table
 from rheostat.models.rollouts.groups import TurnRecord
@@ -203,6 +209,7 @@ def _build_cases(
             images=images,
             messages=tuple(messages or ()),
             turns=find_turn_starts(turns),
+            turn_texts=find_turn_texts(turns, messages or ()),
         )
         for prompt_row, sample, prompt, completion, answer, messages, images, begins, turns in rows
     ]

@@ -1,15 +1,20 @@
 """Checks of every row of an iteration's rollouts and training samples: complete, not repeated, not too old."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
+import pyarrow as pa
+
+from rheostat.infra.errors import Damaged
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import ShardRef, read_shard
-from rheostat.models.records.model_input import COMPLETION_TOKENS
+from rheostat.models.agents.stored_branches import continues, has_branches, read_records
+from rheostat.models.records.model_input import COMPLETION_TOKENS, ROLLOUT_INPUT
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.turn_prompts import count_turn_prompts
 from rheostat.models.records.versions import policy_of
@@ -112,22 +117,42 @@ def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     """Check that the recorded policy version of each token is plausible: no version is newer than the iteration allows.
 
     In an episode the segments must match the turns. Each turn has tokens of one policy version, or of several in
-    ascending order, followed by tokens of the environment. An episode that was cut off may have begun another turn.
+    ascending order, followed by tokens of the environment. An episode that was cut off may have begun another turn. The
+    branches of an agent's episode must begin with the tokens of the turns that they continue.
     """
-    columns = ["prompt_row", "sample", COMPLETION_TOKENS, "segments", "turns", "finish_reason"]
+    columns = ["prompt_row", "sample", *ROLLOUT_INPUT, "logprobs", "seed", "turns", "finish_reason"]
     for ref in completion_shards_of(manifest):
-        for row in read_shard(iteration.run.store, ref, columns=columns).to_pylist():
+        table = read_shard(iteration.run.store, ref, columns=columns)
+        for place, row in enumerate(table.to_pylist()):
             parts = [(segment["policy_version"], segment["tokens"]) for segment in row["segments"]]
             turns = row["turns"] or ()
             spans = [(turn[name], name == "tokens") for turn in turns for name in ("tokens", "observation")]
             if not turns or row["finish_reason"] == FinishReason.CUT.value:
                 spans.append((len(row[COMPLETION_TOKENS]) - sum(tokens for tokens, _ in spans), True))
             versions = [version for version, _ in parts if version >= 0]
-            is_ordered = versions == sorted(versions) and max(versions, default=0) < iteration.number
+            is_ordered = versions == sorted(versions) or has_branches(turns)
+            is_known = max(versions, default=0) < iteration.number
             has_all_tokens = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
-            if not (has_all_tokens and is_ordered and _match_spans(parts, spans)):
+            if not (has_all_tokens and is_ordered and is_known and _match_spans(parts, spans)):
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not match its tokens"
+            elif has_branches(turns) and (fault := _find_fault(table.slice(place, 1))):
+                prompt, sample = _name(row)
+                yield f"{manifest.key}: sample {sample} of prompt {prompt}: {fault}"
+
+
+def _find_fault(episode: pa.Table) -> str:
+    """Return why the turns of an agent's episode contradict its tokens, or an empty text. `episode` has one row."""
+    try:
+        [record] = read_records(episode)
+    except Damaged as error:
+        return str(error)
+    versions = {turn.number: [segment.policy_version for segment in turn.segments] for turn in record.turns()}
+    for turn in record.turns():
+        before = [] if turn.parent is None else versions[turn.parent][-1:]
+        if before + versions[turn.number] != sorted(before + versions[turn.number]):
+            return f"turn {turn.number} contains tokens of an older policy than the turn that it continues"
+    return ""
 
 
 def _match_spans(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int, bool]]) -> bool:
@@ -151,20 +176,34 @@ def _match_spans(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int,
 def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator[str]:
     """Check that a continued completion starts with its stored part, and that a finished completion is unchanged."""
     lists = (COMPLETION_TOKENS, "logprobs", "segments", "turns", "messages")
-    columns = ["prompt_row", "sample", *lists, "seed", "finish_reason"]
-    earlier = {_name(row): row for row in read_shard(run.store, before, columns=columns).to_pylist()}
-    for row in chain.from_iterable(
-        read_shard(run.store, ref, columns=columns).to_pylist() for ref in completion_shards_of(manifest)
-    ):
-        old = earlier.get(_name(row))
-        if old is None:
-            continue
-        is_finished = old["finish_reason"] != FinishReason.CUT.value
-        pairs = [(row[name] or [], old[name] or []) for name in lists]
-        is_continued = all(now[: len(was)] == was for now, was in pairs) and row["seed"] == old["seed"]
-        if (is_finished and row != old) or not is_continued:
-            prompt, sample = _name(row)
-            yield f"{manifest.key}: sample {sample} of prompt {prompt} does not continue its earlier part"
+    columns = ["prompt_row", "sample", *lists, "seed", "finish_reason", "prompt_tokens", "images"]
+    table = read_shard(run.store, before, columns=columns)
+    earlier = {_name(row): (table.slice(place, 1), row) for place, row in enumerate(table.to_pylist())}
+    for ref in completion_shards_of(manifest):
+        now = read_shard(run.store, ref, columns=columns)
+        for place, row in enumerate(now.to_pylist()):
+            if _name(row) not in earlier:
+                continue
+            old_table, old = earlier[_name(row)]
+            is_finished = old["finish_reason"] != FinishReason.CUT.value
+            if has_branches(old["turns"] or ()):
+                is_continued = _continues_branches(now.slice(place, 1), old_table, row["turns"] or ())
+            else:
+                pairs = [(row[name] or [], old[name] or []) for name in lists]
+                is_continued = all(new[: len(was)] == was for new, was in pairs)
+            if (is_finished and row != old) or not is_continued or row["seed"] != old["seed"]:
+                prompt, sample = _name(row)
+                yield f"{manifest.key}: sample {sample} of prompt {prompt} does not continue its earlier part"
+
+
+def _continues_branches(now: pa.Table, before: pa.Table, turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether an agent's episode continues its earlier part. `now` and `before` have one row, and `turns` are
+    those of `now`."""
+    try:
+        [record], [earlier] = read_records(now), read_records(before)
+    except Damaged:
+        return False
+    return continues(record, earlier, replayed=[turn["order"] for turn in turns if turn["replayed"]])
 
 
 def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:
@@ -186,7 +225,8 @@ class FinishedCompletion:
     begun: int
     """Policy version that generated the first token of the completion."""
     samples: int
-    """Number of training samples that the completion gives, which is above 1 if each turn has a separate prompt."""
+    """Number of training samples that the completion gives, which is above 1 if turns or branches have separate
+    prompts."""
 
 
 def finished_completions(run: Run, rollouts: Manifest) -> dict[Name, FinishedCompletion]:

@@ -96,9 +96,9 @@ def export_tables(run: Run, number: int, derived: DerivedResult | None = None) -
     """Yield tables with the completions, scores and advantages of an iteration, one table per rollout shard.
 
     The column `advantages` has the advantages that the update trained on, one for each token of the completion. If the
-    turns of an episode have separate prompts, the tokens of these prompts have no entry. The column is null if the
-    update did not use the completion. With a rescoring, the scores are those of the rescoring and there is no column
-    `advantages`. Recorded router choices (experts) are left out.
+    turns or branches of an episode have separate prompts, the tokens of these prompts have no entry. The column is null
+    if the update did not use the completion. With a rescoring, the scores are those of the rescoring and there is no
+    column `advantages`. Recorded router choices (experts) are left out.
     """
     iteration = Iteration(run, number)
     prefix = "" if derived is None else derived.prefix
@@ -132,7 +132,7 @@ def _read_scores(run: Run, rollouts: Manifest, prefix: str) -> pa.Table:
 
 
 def _read_advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
-    """Return the advantages that the update trained on, by prompt row and sample number. The turns of an episode are
+    """Return the advantages that the update trained on, by prompt row and sample number. The samples of an episode are
     concatenated in order."""
     advantages: dict[Place, list[np.ndarray]] = {}
     for shard in iteration.credit.shards:

@@ -175,7 +175,10 @@ function card(completion, scale) {
   if (completion.text || !images.length) made.append(written(completion, scale));
   if (completion.error) made.append(make("div", "told", `missing score: ${completion.error}`));
   (completion.turns || []).forEach((turn, number) => {
-    const facts = [`turn ${number + 1}: ${turn.tokens} tokens generated`, `${turn.observation} tokens of observation`];
+    const facts = [`turn ${(turn.order ?? number) + 1}: ${turn.tokens} tokens generated`];
+    facts.push(`${turn.observation} tokens of observation`);
+    if (turn.order != null) facts.push(turn.parent == null ? "fresh prompt" : `continues turn ${turn.parent + 1}`);
+    if (turn.replayed) facts.push("replayed");
     if (turn.calls) facts.push(`${turn.calls} calls (${turn.errors} could not be parsed)`);
     if (turn.reward != null) facts.push(`reward ${shown(turn.reward)}`);
     if (turn.error) facts.push(`failed: ${turn.error}`);

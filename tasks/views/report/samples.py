@@ -21,8 +21,9 @@ from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import read_shard
 from rheostat.models.config.rewards import ScoringConfig
-from rheostat.models.records.columns import Floats, Mask
+from rheostat.models.records.columns import Floats, Integers, Mask
 from rheostat.models.records.media import Media
+from rheostat.models.records.model_input import TURN_PROMPT
 from rheostat.models.records.versions import policy_of
 from rheostat.models.text.token_offsets import find_token_starts, open_tokenizer
 from rheostat.tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
@@ -42,6 +43,7 @@ CHARACTERS: Final = 4000
 WORDS: Final = 400
 """Maximum number of characters shown of a judge's answer."""
 T = TypeVar("T")
+_Fact = bool | int | float | str | None
 
 
 class _Segment(TypedDict):
@@ -63,7 +65,7 @@ class _Row(TypedDict):
     logprobs: list[float]
     finish_reason: str
     segments: list[_Segment]
-    turns: list[dict[str, int | float | str | None]] | None
+    turns: list[dict[str, _Fact]] | None
 
 
 class JudgedText(Settings):
@@ -108,8 +110,8 @@ class BrowsedCompletion(Settings):
     """Ranges of tokens that no policy generated, such as responses of tools, as first token and end (exclusive)."""
     steps: dict[str, tuple[tuple[int, float], ...]] = {}
     """First token and value of each scored step, by reward term. Only terms that score steps or tokens are listed."""
-    turns: tuple[dict[str, int | float | str | None], ...] = ()
-    """Turns of the episode. Empty without an environment."""
+    turns: tuple[dict[str, _Fact], ...] = ()
+    """Turns of the episode in order of time. Empty without an environment."""
     judged: tuple[JudgedText, ...] = ()
     """Answers of judges about the completion."""
     images: tuple[str, ...] = ()
@@ -239,7 +241,7 @@ def _read_shard_data(run: Run, manifest: Manifest, source: _Source, rows: Sequen
 
 def _read_advantages(run: Run, credit: Manifest, rows: Sequence[int]) -> dict[tuple[int, int], Floats]:
     """Return the advantages of each completion's tokens, by prompt row and sample number. If every turn of an episode
-    has a separate prompt, its turns are concatenated in order."""
+    has a separate prompt, or if the episode has branches, they are concatenated in order."""
     advantages: dict[tuple[int, int], list[Floats]] = defaultdict(list)
     for shard in credit.shards:
         table = read_shard(run.store, shard, ["prompt_row", "sample", "advantages"])
@@ -303,13 +305,14 @@ def _build_completion(
     tokens, text, place = row["completion_tokens"], row["completion"], (row["prompt_row"], row["sample"])
     starts = None if tokenizer is None else find_token_starts(tokenizer, tokens, text)
     shortened, cut, kept = _shorten(text, starts)
-    mask = _mask_of_policy(row["segments"])
-    advantages = _spread_advantages(shard.advantages.get(place), mask)
+    versions = _versions_of_tokens(row["segments"])
+    mask = versions >= 0
+    advantages = _spread_advantages(shard.advantages.get(place), versions != TURN_PROMPT)
     terms = {name.removeprefix("reward_"): value for name, value in score.items() if name.startswith("reward_")}
     fields = {
         "sample": row["sample"], "text": shortened, "tokens": len(tokens), "finish": row["finish_reason"],
         "reward": score["reward"], "terms": terms, "error": score["error"], "cut": cut,
-        "turns": row["turns"] or (), "judged": shard.judged.get(place, ()),
+        "turns": sorted(row["turns"] or (), key=lambda turn: turn["order"] or 0), "judged": shard.judged.get(place, ()),
         "images": [digest for digest in row["images"] if digest in shard.drawn],
     }  # fmt: skip
     if advantages is not None and mask.any():
@@ -361,21 +364,18 @@ def _equal_runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
     return [(begin, end, values[begin].item()) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _mask_of_policy(segments: Sequence[_Segment]) -> Mask:
-    """Return a mask that is true for tokens that a policy generated."""
-    return np.repeat([each["policy_version"] >= 0 for each in segments], [each["tokens"] for each in segments]).astype(
-        bool
-    )
+def _versions_of_tokens(segments: Sequence[_Segment]) -> Integers:
+    """Return the policy version of each token, which is negative for tokens that no policy generated."""
+    versions = np.array([each["policy_version"] for each in segments], np.int64)
+    return np.repeat(versions, np.array([each["tokens"] for each in segments], np.int64))
 
 
 def _spread_advantages(advantages: Floats | None, mask: Mask) -> Floats | None:
     """Return one advantage per token of the completion, or None if the lengths do not match.
 
-    Samples of single turns have advantages only for the tokens that the policy wrote. Other tokens get 0.
+    `mask` selects the tokens that have advantages. Other tokens, which are prompts of turns and branches, get 0.
     """
-    if advantages is None or len(advantages) == len(mask):
-        return advantages
-    if len(advantages) != mask.sum():
+    if advantages is None or len(advantages) != mask.sum():
         return None
     spread_advantages = np.zeros(len(mask))
     spread_advantages[mask] = advantages

@@ -206,6 +206,16 @@ def test_a_shard_of_an_older_layout_has_newer_columns_with_their_declared_values
     assert read_metadata(store, put(store))["rheostat.schema_version"] == "2"
 
 
+def test_fields_of_structs_that_are_newer_than_a_shard_are_null(store, monkeypatch):
+    monkeypatch.setattr(rheostat.infra.store.shards, "_KINDS", {})
+    turn, newer = (pa.struct([("tokens", pa.int32()), *more]) for more in ([], [("text", pa.string())]))
+    table = pa.table({"turns": pa.array([[{"tokens": 3}], None, []], pa.list_(turn))})
+    ref = put(store, table)
+    declare_kinds(ShardKind("test", pa.schema([("turns", pa.list_(newer))]), version=2))
+    found = read_shard(store, ref)["turns"]
+    assert (found.type, found.to_pylist()) == (pa.list_(newer), [[{"tokens": 3, "text": None}], None, []])
+
+
 def test_a_column_that_no_layout_of_a_shard_has_is_named(store):
     with pytest.raises(Damaged, match="must have the column 'turns', but it has row, text, logprobs"):
         read_shard(store, put(store), ["row", "turns"])

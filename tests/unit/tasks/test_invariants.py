@@ -11,15 +11,20 @@ from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run, create_run, open_run
 from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.models.agents.branches import EpisodeRecord
+from rheostat.models.agents.stored_branches import Ending, fill
 from rheostat.models.config.algorithms import Grpo
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.config.reward_terms import RegexReward
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
 from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
-from rheostat.models.records.schemas import PROMPT_SCHEMA
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import PROMPT_SCHEMA, FinishReason
 from rheostat.models.records.versions import ModelVersion, Outcome, bundles_of
 from rheostat.models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from rheostat.models.rollouts.groups import Group, PartialCompletion, build_table
 from rheostat.models.workers.rollout import RolloutWorker
 from rheostat.models.workers.scoring import ScoringWorker
 from rheostat.tasks.run.batch import BatchPlan
@@ -289,3 +294,81 @@ def test_segments_that_do_not_match_the_tokens_of_a_completion_are_reported(run)
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
     none = change_rows(run, 0, lambda rows: rows[0]["segments"].append({"policy_version": 9, "tokens": 1}))
     assert any("do not match its tokens" in line for line in spoil(run, keys[0], none))
+
+
+# ---- episodes of agents
+
+ALL_TURNS = [(None, (5, 6), 0), (None, (7,), 0), (0, (8,), 0), (0, (9, 9), 0), (1, (6,), 1)]
+"""Turns of an episode with three branches, as parent, context and version of the policy, which generated one token."""
+
+
+def write_episode(row: dict[str, object], turns=ALL_TURNS, *, reason: FinishReason = FinishReason.STOP) -> None:
+    """Replace a completion by an episode with branches."""
+    record = EpisodeRecord()
+    for number, (parent, context, version) in enumerate(turns):
+        record.open_turn(record.place_after(parent, context), seed=row["seed"])
+        record.extend_turn(number, Completion((20 + number,), (-0.5,), "", FinishReason.STOP), version)
+    draft = PartialCompletion(seed=row["seed"], input=ModelInput.from_prompt([1]))
+    filled = fill(record, draft, Ending(reason), decode=str, read_turn=str)
+    [made] = build_table([Group(0, "", "", "", (filled,))]).to_pylist()
+    names = ("prompt_tokens", "completion_tokens", "logprobs", "segments", "turns", "finish_reason")
+    row.update({name: made[name] for name in names})
+
+
+def finished_shard(run: Run, number: int) -> str:
+    """Return the key of a rollout shard of an iteration that contains finished completions."""
+    return next(m.key for m in run.manifests(iteration_key(number)) if "/rollout/" in m.key and m.shards[0].rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda row: None, ""),
+        (lambda row: row["turns"][-1].update(parent=None), ""),
+        (lambda row: row["completion_tokens"].__setitem__(-4, 4), "contradict the tokens and segments of its row"),
+        (lambda row: row["turns"][3].update(parent=0), "contradict the tokens and segments of its row"),
+        (lambda row: row["segments"][0].update(policy_version=1), "tokens of an older policy than the turn that it"),
+    ],
+)
+def test_branches_that_contradict_the_tree_of_turns_are_reported(run, change, reason):
+    def rewrite(rows: list[dict[str, object]]) -> None:
+        write_episode(rows[0])
+        change(rows[0])
+
+    key = finished_shard(run, 2)
+    problems = [line for line in spoil(run, key, change_rows(run, 0, rewrite)) if line.startswith(f"{key}: ")]
+    found = [line for line in problems if "do not match its tokens" in line or "turn" in line]
+    assert [reason in line for line in found] == ([True] if reason else [])
+
+
+@pytest.mark.parametrize("changed", [None, (0, (8, 8), 0), (0, (8,), 1)], ids=["equal", "context", "version"])
+def test_an_episode_with_branches_must_continue_its_earlier_part(run, changed):
+    batch, shard = next(
+        (batch, shard)
+        for number in range(2, ITERATIONS + 1)
+        for batch, shard in Iteration(run, number).shards()
+        if batch.partial_rollouts(shard) is not None
+    )
+    earlier = batch.partial_rollouts(shard).key
+    cut = read_shard(run.store, run.find(earlier).shards[1]).to_pylist()
+    place = next(row for row in cut if row["finish_reason"] == "cut")
+
+    def rewrite(turns, **options: object) -> Callable[[list[dict[str, object]]], None]:
+        def change(rows: list[dict[str, object]]) -> None:
+            for row in rows:
+                if (row["prompt_row"], row["sample"]) == (place["prompt_row"], place["sample"]):
+                    write_episode(row, turns, **options)
+
+        return change
+
+    key = batch.plan.shard_key("rollout", shard)
+    now = run.find(key)
+    index = next(
+        index for index, ref in enumerate(now.shards)
+        if place["prompt_row"] in read_shard(run.store, ref)["prompt_row"].to_pylist()
+    )  # fmt: skip
+    spoil(run, earlier, change_rows(run, 1, rewrite(ALL_TURNS[:3], reason=FinishReason.CUT)))
+    later = ALL_TURNS if changed is None else [*ALL_TURNS[:2], changed, *ALL_TURNS[3:]]
+    problems = spoil(run, key, change_rows(run, index, rewrite(later)))
+    found = [line for line in problems if line.startswith(key) and "does not continue its earlier part" in line]
+    assert len(found) == (changed is not None)
