@@ -3,7 +3,7 @@
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,22 +69,23 @@ class EpisodeTimes:
 def measure() -> Iterator[Table]:
     """Measure how much slow tools reduce the engine's tokens per second.
 
-    Yields a table for each of three ways to run episodes: in rounds of one batch, in rounds of two batches, and each
-    episode independently on vLLM.
+    Yields a table for each of four ways to run episodes: in rounds of one batch, in rounds of two batches, and each
+    episode independently on the engine `transformers` and on vLLM.
     """
     configured = os.environ.get(VLLM_VARIABLE)
     python = find_python("vllm", Path(configured) if configured else None)
     vllm = VllmEngine(python=python, dtype="float32", cache_gib=0.5, max_batch_rows=PROMPTS * GROUP)
-    ways: dict[str, tuple[EngineConfig, int]] = {
-        "transformers, in rounds": (TransformersEngine(), 1),
-        "transformers, in rounds of two batches": (TransformersEngine(), 2),
-        "vLLM, each at its own pace": (vllm, 1),
+    ways: dict[str, tuple[EngineConfig, dict[str, object]]] = {
+        "transformers, in rounds": (TransformersEngine(), {}),
+        "transformers, in rounds of two batches": (TransformersEngine(), {"batches": 2}),
+        "transformers, each at its own pace": (TransformersEngine(), {"pace": "free"}),
+        "vLLM, each at its own pace": (vllm, {}),
     }
-    for name, (engine, batches) in ways.items():
-        yield _table(name, *_pairs(engine, batches))
+    for name, (engine, changes) in ways.items():
+        yield _table(name, *_pairs(engine, changes))
 
 
-def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[EpisodeTimes, EpisodeTimes]], bool]:
+def _pairs(engine: EngineConfig, changes: Mapping[str, object]) -> tuple[list[tuple[EpisodeTimes, EpisodeTimes]], bool]:
     """Generate all episodes alternately with immediate tools and with tools that sleep.
 
     Return one pair of times (immediate, sleeping) per repetition, and whether all tokens were the same.
@@ -93,7 +94,7 @@ def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[EpisodeTimes,
         store = open_store(f"{name}/bench")
         work = _work(store, Path(name) / "policy")
         at_once, sleeping = (replace(work, prompts=_prompts(store, seconds)) for seconds in (0.0, MEAN_SECONDS))
-        with _worker(name, engine, batches) as worker:
+        with _worker(name, engine, changes) as worker:
             made = [worker.generate(at_once)]  # starts processes and loads the policy
             pairs = []
             for _ in range(PAIRS):
@@ -104,7 +105,7 @@ def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[EpisodeTimes,
 
 
 @contextmanager
-def _worker(home: str, engine: EngineConfig, batches: int) -> Iterator[RolloutWorker]:
+def _worker(home: str, engine: EngineConfig, changes: Mapping[str, object]) -> Iterator[RolloutWorker]:
     settings = TargetEnvironment(
         target="bench.sleeping:Sleeping",
         options={"sigma": SIGMA, "turns": TURNS},
@@ -113,8 +114,7 @@ def _worker(home: str, engine: EngineConfig, batches: int) -> Iterator[RolloutWo
         max_turns=TURNS,
         turn_tokens=TURN_TOKENS,
         processes=PROMPTS * GROUP,
-        batches=batches,
-    )
+    ).model_copy(update=changes)
     worker = RolloutWorker(home, "bench", engine, THREADS, environment=settings)
     try:
         yield worker

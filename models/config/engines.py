@@ -90,6 +90,9 @@ class EngineSettings(Variant):
     records_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that a mixture-of-experts policy chose for each token (`RecordsExperts`
     in `rheostat.models.engines.protocol`)."""
+    interleaves_episodes: ClassVar[bool] = False
+    """Whether each episode of an environment can continue independently of the others (`InterleavingEngine` and
+    `ContinuousEngine` in `rheostat.models.engines.protocol`)."""
     generates_images: ClassVar[bool] = False
     """Whether the engine generates images with text-to-image policies. Such an engine cannot generate text."""
 
@@ -143,6 +146,7 @@ class TransformersEngine(EngineSettings):
 
     implementation = "rheostat.models.engines.local.engine:HuggingFaceEngine"
     records_experts = True
+    interleaves_episodes = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -185,6 +189,7 @@ class VllmEngine(EngineSettings):
 
     implementation = "rheostat.models.engines.vllm.engine:ServedEngine"
     records_experts = True
+    interleaves_episodes = True
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None

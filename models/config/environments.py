@@ -52,6 +52,11 @@ class EpisodeSettings(Variant, ABC):
     batches: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of batches into which the prompts of a shard are divided. With several batches, the policy generates turns
     for one batch while environments reply to another."""
+    pace: Annotated[Literal["rounds", "free"], Since("0.2.0", before="rounds")] = "rounds"
+    """Order of the turns with the engine `transformers`. `rounds` generates the next turn of all unfinished episodes of
+    a batch together, so that shards are bit-reproducible. `free` generates the next turn of an episode as soon as its
+    environment has replied, while other episodes wait; shards that are generated again are equal up to rounding. With
+    vLLM, the pace is always free."""
     history: Literal["template", "append", "per_turn"] = "template"
     """Handling of chat templates that change earlier turns when messages follow, such as templates that remove the
     reasoning from earlier turns. `template` refuses such templates. `append` keeps the sampled tokens, although the
@@ -87,6 +92,11 @@ class EpisodeSettings(Variant, ABC):
         """Yield one message for each setting of the job with which this environment cannot be combined."""
         if self.has_turn_prompts:
             yield from _find_per_turn_conflicts(self, job)
+        if self.pace == "free" and self.batches > 1:
+            yield (
+                f"rollout.environment.batches is {self.batches}, but pace = 'free' does not divide episodes into "
+                "batches. Remove one of them"
+            )
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
             yield (
                 f"rollout.environment.turn_tokens is {self.turn_tokens}, but rollout.sampling.max_new_tokens, which "

@@ -5,8 +5,8 @@ environment's observations are appended after them (rules T1 to T4 in the docume
 
 All live episodes of a batch generate their next turn in one engine call. Which episodes share a call does not depend on
 timing, so a shard is bit-reproducible if the engine is deterministic and the environment is a function of problem, seed
-and turns. While the environments of one batch answer, the next batch generates. An engine that batches requests itself
-(`InterleavingEngine`) runs every episode at its own pace instead.
+and turns. While the environments of one batch answer, the next batch generates. With an engine that batches concurrent
+calls (`InterleavingEngine`), every episode continues independently of the others instead.
 
 With partial rollout, the policy generates a limited number of tokens of an episode per iteration. The episode is then
 cut within or before a turn. When the next iteration has finished that turn, a new environment receives all turns again,

@@ -14,7 +14,7 @@ from rheostat.infra.processes.child import RestartingProcess
 from rheostat.infra.processes.episodes import DescribedTools, EpisodeRequest
 from rheostat.models.config.environments import EpisodeSettings
 from rheostat.models.data.problems import Message, Problem
-from rheostat.models.engines.protocol import Engine
+from rheostat.models.engines.protocol import ContinuousEngine, Engine, GeneratesCompletions, InterleavingEngine
 from rheostat.models.engines.requests import end_tokens
 from rheostat.models.environments.clock import EnvironmentClock
 from rheostat.models.environments.context import build_context_builder
@@ -78,7 +78,7 @@ class EnvironmentRuntime:
             self._reading = read_turns(directory, self._settings)
         form, parse = self._reading
         episodes = Episodes(
-            engine=engine,
+            engine=_set_pace(engine, self._settings),
             environments=self._answers,
             settings=self._settings,
             sampling=work.sampling,
@@ -99,6 +99,19 @@ class EnvironmentRuntime:
     def close(self) -> None:
         """End the environment's processes, or close the model that plays the user."""
         self._answers.close()
+
+
+def _set_pace(engine: Engine, settings: EpisodeSettings) -> GeneratesCompletions:
+    """Return the engine, or an engine that batches the turns of independent episodes if `pace` is "free". Raises
+    BadInput if the engine cannot batch them."""
+    if settings.pace == "rounds" or isinstance(engine, InterleavingEngine):
+        return engine
+    if isinstance(engine, ContinuousEngine):
+        return engine.batch_continuously()
+    raise BadInput(
+        f"rollout.environment.pace = 'free' needs an engine that batches concurrent calls, but {engine.producer()} has "
+        "neither the method `run_interleaved` nor `batch_continuously`. Remove rollout.environment.pace"
+    )
 
 
 def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -> tuple[ToolSchema, ...]:

@@ -12,7 +12,9 @@ import torch
 from rheostat.models.config.context import usable_context
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
 from rheostat.models.engines.device import choose_device
-from rheostat.models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from rheostat.models.engines.local.continuous import ContinuousDecoder
+from rheostat.models.engines.local.decoding import decode
+from rheostat.models.engines.local.loaded_policy import LoadedPolicy, continuation_logprobs
 from rheostat.models.engines.local.recorded_experts import record_experts
 from rheostat.models.engines.protocol import Completion, Request, StepSums
 from rheostat.models.engines.requests import (
@@ -39,6 +41,9 @@ class HuggingFaceEngine:
     step depends only on the requests, never on timing. The same requests give the same completions, bit for bit, in
     every process with the same software and number of threads. In another batch, a completion still uses the same
     random numbers, but sums may be rounded differently in the last bits of float32.
+
+    `batch_continuously` returns a decoder that batches the calls of several threads. Which rows share a step then
+    depends on timing, so completions are the same up to rounding.
     """
 
     def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
@@ -132,6 +137,10 @@ class HuggingFaceEngine:
         for row, completion in zip(rows, completions, strict=True):
             groups[row.request][row.sample] = completion
         return [[group[sample] for sample in range(len(group))] for group in groups]
+
+    def batch_continuously(self) -> ContinuousDecoder:
+        assert self._policy is not None, "continuous batching before load"
+        return ContinuousDecoder(self._policy, places=self._config.max_batch_rows, on_step=self._step)
 
     def _step(self, sequences: int) -> None:
         """Count one forward pass as progress and add its duration to the sums over decoding steps. `sequences` is the

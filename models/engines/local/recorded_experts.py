@@ -31,7 +31,7 @@ class ExpertRecorder:
         shape = (len(rows), max(row.limit for row in rows), choices.width)
         self._new_experts_RTF: Experts = np.empty(shape, choices.dtype)  # memory is allocated where it is written
 
-    def record_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
+    def record_prompts(self, indices: Sequence[int], prompt_B: Tensor, *, num_prompts: int) -> None:
         """Record the experts of a forward pass over `num_prompts` left-padded prompts. `prompt_B` holds, for each row
         in `indices`, the index of its prompt in the pass."""
         chosen_PTF = self._chosen.pop_choices().reshape(num_prompts, -1, self._chosen.width)

@@ -5,7 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from rheostat.infra.errors import BadInput
 from rheostat.infra.store.shards import read_shard
+from rheostat.models.engines.local.continuous import ContinuousDecoder
+from rheostat.models.engines.local.engine import HuggingFaceEngine
 from tests.support.episodes import (
     STOPS,
     decode_turns,
@@ -15,9 +18,8 @@ from tests.support.episodes import (
     split_turns,
     target_environment,
 )
-from tests.support.interleaving import InterleavingTransformers
 from tests.support.policies import small_tokenizer
-from tests.support.rollout_workers import ENGINE, digest
+from tests.support.rollout_workers import digest
 
 
 def test_sampled_tokens_are_kept_and_the_answers_of_the_environment_follow_each_turn(episodes):
@@ -55,16 +57,34 @@ def test_one_and_four_processes_give_equal_bits_and_two_batches_equal_episodes(e
 
 
 @pytest.mark.thorough
-def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wait_for_each_other(episodes, tmp_path):
-    settings, paced = target_environment(), InterleavingTransformers()
+def test_at_a_free_pace_episodes_are_equal_and_do_not_wait_for_each_other(episodes, tmp_path):
     require_equal_rows(
-        episodes.play_rows(settings, rows=(7, 2)), episodes.play_rows(settings, engine=paced, rows=(7, 2))
+        episodes.play_rows(target_environment(), rows=(7, 2)),
+        episodes.play_rows(target_environment(pace="free"), rows=(7, 2)),
     )
-    for name, engine, seconds in (("rounds", ENGINE, 1), ("paced", paced, 60)):
-        (marks := tmp_path / name).mkdir()
-        awaited = target_environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds)
-        episodes.play(awaited, engine, rows=(7, 2))
-        assert (marks / "waited").exists() is (name == "paced")
+    for pace, seconds in (("rounds", 1), ("free", 60)):
+        (marks := tmp_path / pace).mkdir()
+        awaited = target_environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds, pace=pace)
+        episodes.play(awaited, rows=(7, 2))
+        assert (marks / "waited").exists() is (pace == "free")
+
+
+def test_an_engine_may_repeat_all_independent_episodes(episodes, monkeypatch):
+    def run_twice(decoder, work):
+        with decoder:
+            work(decoder.generate)
+            return work(decoder.generate)
+
+    settings = target_environment(pace="free")
+    once = episodes.play_rows(settings)
+    monkeypatch.setattr(ContinuousDecoder, "run_interleaved", run_twice)
+    require_equal_rows(episodes.play_rows(settings), once)
+
+
+def test_a_free_pace_is_refused_by_an_engine_that_does_not_batch_concurrent_calls(episodes, monkeypatch):
+    monkeypatch.delattr(HuggingFaceEngine, "batch_continuously")
+    with pytest.raises(BadInput, match=r"environment\.pace = 'free'.*transformers.*`batch_continuously`"):
+        episodes.play(target_environment(pace="free"))
 
 
 @pytest.mark.thorough_after(1)

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicLayer
 
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.engines.local.decoding import LoadedPolicy, read_prompts
 from rheostat.models.engines.local.kv_cache import ROOM, InPlaceLayer, use_in_place_layers
+from rheostat.models.engines.local.loaded_policy import LoadedPolicy, read_prompts
 from rheostat.models.modeling.policy import load_policy
 from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
 from tests.support.policies import small_tokenizer, write_policy

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 from rheostat.infra.store.shards import ShardRef, read_shard
-from rheostat.models.config.engines import TransformersEngine
 from rheostat.models.config.rollout import PartialRollout
 from rheostat.models.records.versions import Outcome
 from tests.support.episodes import Episodes, forward_logprobs, index_rows, require_equal_rows, target_environment
-from tests.support.interleaving import InterleavingTransformers
-from tests.support.rollout_workers import ENGINE, publish
+from tests.support.rollout_workers import publish
 
 PARTIAL = PartialRollout(tokens=7, max_staleness=1)
 
@@ -17,7 +15,6 @@ PARTIAL = PartialRollout(tokens=7, max_staleness=1)
 def play_iterations(
     episodes: Episodes,
     settings: object,
-    engine: TransformersEngine = ENGINE,
     *,
     partial: PartialRollout = PARTIAL,
     iterations: int = 2,
@@ -28,11 +25,11 @@ def play_iterations(
     The changes apply to the iterations that continue.
     """
     work = episodes.work
-    outcomes = [episodes.play(settings, engine, partial=partial)]
+    outcomes = [episodes.play(settings, partial=partial)]
     for number in range(1, iterations):
         policy = type(work.policy)(version=number, weights=work.policy.weights)
         continued = {"iteration": work.iteration + number, "rows": (), "continued": outcomes[-1].shards[1]}
-        outcomes.append(episodes.play(settings, engine, partial=partial, **({"policy": policy} | continued | changes)))
+        outcomes.append(episodes.play(settings, partial=partial, **({"policy": policy} | continued | changes)))
     return outcomes
 
 
@@ -56,16 +53,16 @@ def has_open_turn(row: dict[str, object]) -> bool:
 
 @pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
-    ("settings", "engine"),
+    "settings",
     [
-        (target_environment("Knows", batches=2), ENGINE),
-        (target_environment("Bad", options={"how": "raise"}), ENGINE),
-        (target_environment("Opens", options={"reward": 1.5}), InterleavingTransformers()),
+        target_environment("Knows", batches=2),
+        target_environment("Bad", options={"how": "raise"}),
+        target_environment("Opens", options={"reward": 1.5}, pace="free"),
     ],
 )
-def test_an_episode_that_continues_ends_like_one_that_was_never_cut(episodes, settings, engine):
-    whole = index_rows(episodes.play_rows(settings, engine))
-    first, second = play_iterations(episodes, settings, engine)
+def test_an_episode_that_continues_ends_like_one_that_was_never_cut(episodes, settings):
+    whole = index_rows(episodes.play_rows(settings))
+    first, second = play_iterations(episodes, settings)
     begun = index_rows(episodes.read_rows(*first.shards))
     assert len(second.shards) == 1
     pieces = index_rows(episodes.read_rows(first.shards[0], second.shards[0]))

@@ -22,7 +22,6 @@ from rheostat.models.text.tokenizer import tokenize_prompts
 from rheostat.models.workers.scoring import ScoringWorker
 from tests.support.chat_templates import tokenizer_of
 from tests.support.episodes import Episodes, forward_logprobs, require_equal_rows, target_environment
-from tests.support.interleaving import InterleavingTransformers
 from tests.support.policies import write_chat_policy
 from tests.support.rollout_workers import digest
 
@@ -136,10 +135,10 @@ def test_segments_and_turns_cover_the_completion_and_its_text_has_every_message(
 
 
 @pytest.mark.thorough
-def test_one_and_four_processes_give_equal_bits_and_another_engine_equal_episodes(episodes):
+def test_one_and_four_processes_give_equal_bits_and_a_free_pace_equal_episodes(episodes):
     one, four = episodes.play(echo(processes=1)), episodes.play(echo(processes=4))
     assert digest(one) == digest(four)
-    require_equal_rows(episodes.read_rows(*one.shards), episodes.play_rows(echo(), InterleavingTransformers()))
+    require_equal_rows(episodes.read_rows(*one.shards), episodes.play_rows(echo(pace="free")))
 
 
 def test_max_new_tokens_limits_each_turn_together_with_the_growth_of_its_prompt(episodes):
