@@ -191,7 +191,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class InterleavingEngine(Protocol):
+class InterleavingEngine(GeneratesCompletions, Protocol):
     """Rollout engine that batches the concurrent calls of several threads, so that episodes need not wait for each
     other."""
 

@@ -39,12 +39,6 @@ class _Call:
     done: Future[dict[tuple[int, int], Completion]] = field(default_factory=Future)
     """Completions of all rows, or the error that ended the decoder."""
 
-    def finish(self, row: CompletionRow, completion: Completion) -> None:
-        """Add the completion of a row. The call returns after its last row."""
-        self.finished[row.request, row.sample] = completion
-        if len(self.finished) == self.num_rows:
-            self.done.set_result(self.finished)
-
     def shares_distribution(self, sampling: SamplingConfig) -> bool:
         """Return whether tokens for this call are sampled in the same way as with the given settings."""
         mine = self.sampling
@@ -75,6 +69,8 @@ class ContinuousDecoder:
     def __init__(self, policy: LoadedPolicy, *, places: int, on_step: Callable[[int], None]) -> None:
         self._policy, self._places, self._on_step = policy, places, on_step
         self._changed = Condition()
+        self._calls: set[_Call] = set()
+        """Calls that have not returned."""
         self._waiting: deque[tuple[_Call, CompletionRow]] = deque()
         self._decoding: dict[int, tuple[_Call, CompletionRow]] = {}
         """Unfinished rows in the batch, by slot."""
@@ -118,14 +114,16 @@ class ContinuousDecoder:
         that is not finite, and WorkerAsleep if the decoder's block ends before the completions have finished.
         """
         require_engine_room(requests, sampling, context=self._policy.context)
-        rows = build_rows(requests, longest=sampling.max_new_tokens)
+        if not (rows := build_rows(requests, longest=sampling.max_new_tokens)):
+            return [[] for _ in requests]
         call = _Call(sampling, len(rows))
         with self._changed:
             if self._end is not None:
                 raise self._end
+            self._calls.add(call)
             self._waiting.extend((call, row) for row in rows)
             self._changed.notify()
-        finished = call.done.result() if rows else {}
+        finished = call.done.result()
         return [[finished[index, sample] for sample in range(len(each.seeds))] for index, each in enumerate(requests)]
 
     @torch.inference_mode()
@@ -142,11 +140,8 @@ class ContinuousDecoder:
         except BaseException as error:
             self._end = error
         with self._changed:
-            calls = {call for call, _ in (*self._waiting, *self._decoding.values())}
-            self._waiting.clear()
-            self._decoding.clear()
-        for call in calls:
-            call.done.set_exception(self._end)
+            for call in self._calls:
+                call.done.set_exception(self._end)
 
     def _wait_for_rows(self) -> bool:
         """Wait until a row is unfinished, and return True. Return False when the block has ended."""
@@ -177,7 +172,11 @@ class ContinuousDecoder:
         decoder.admit(slots)
 
     def _finish(self, decoder: RowDecoder, slots: Sequence[int]) -> None:
-        """Pass the completions of finished rows to their calls."""
+        """Pass the completions of finished rows to their calls. A call returns after its last row."""
         for slot, completion in zip(slots, decoder.pop(slots) if slots else (), strict=True):
             call, row = self._decoding.pop(slot)
-            call.finish(row, completion)
+            call.finished[row.request, row.sample] = completion
+            if len(call.finished) == call.num_rows:
+                with self._changed:
+                    self._calls.remove(call)
+                call.done.set_result(call.finished)

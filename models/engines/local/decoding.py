@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache
 
 from rheostat.infra.errors import Quarantined
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.engines.local.kv_cache import ROOM, is_in_place, join_in_place, trim_in_place, use_in_place_layers
+from rheostat.models.engines.local.decoding_batch import DecodingBatch
+from rheostat.models.engines.local.kv_cache import ROOM, is_in_place, use_in_place_layers
 from rheostat.models.engines.local.loaded_policy import LoadedPolicy, read_prompts
 from rheostat.models.engines.local.recorded_experts import ExpertRecorder
 from rheostat.models.engines.protocol import Completion
@@ -30,51 +30,6 @@ from rheostat.models.engines.sampling import sample_tokens, sample_uniforms
 from rheostat.models.records.schemas import FinishReason
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
-
-
-@dataclass(slots=True)
-class _Batch:
-    """State of the batch that is being decoded, with one row per completion. Finished rows are marked as not `alive`,
-    and are removed once enough rows have finished."""
-
-    rows_B: Tensor
-    alive_B: Tensor
-    width: int
-    """Number of tokens of each row in the KV cache, including padding."""
-    padding_B: Tensor
-    """Number of padding tokens of each row in the KV cache. Padding is on the left."""
-    lengths_B: Tensor
-    """Number of tokens of each row in the KV cache, without padding. Without images this is also the position of the
-    next token. The number does not change any more once the row has finished."""
-    offsets_B: Tensor
-    """Offset that is added to each row's next position, because an image may take fewer positions than tokens."""
-    cache: Cache
-
-    def keep_alive(self) -> None:
-        keep_B = self.alive_B.nonzero().squeeze(1)
-        self.rows_B, self.padding_B, self.lengths_B, self.offsets_B = (
-            row_data[keep_B] for row_data in (self.rows_B, self.padding_B, self.lengths_B, self.offsets_B)
-        )
-        self.alive_B = self.alive_B[keep_B]
-        self.cache.reorder_cache(keep_B)
-
-    def trim(self) -> None:
-        """Remove the leftmost entries of the KV cache that contain only padding."""
-        width = int(self.lengths_B.max())
-        trim_in_place(self.cache, width)
-        self.padding_B = self.padding_B + (width - self.width)
-        self.width = width
-
-    def admit(self, new: "_Batch") -> None:
-        """Append the rows of `new` to the batch, all of which must be unfinished. Cache entries that contain only
-        padding are removed."""
-        width = max(int(self.lengths_B.max()), new.width)
-        join_in_place(self.cache, new.cache, width)
-        self.padding_B = torch.cat([self.padding_B + (width - self.width), new.padding_B + (width - new.width)])
-        self.rows_B, self.alive_B = torch.cat([self.rows_B, new.rows_B]), torch.cat([self.alive_B, new.alive_B])
-        self.lengths_B = torch.cat([self.lengths_B, new.lengths_B])
-        self.offsets_B = torch.cat([self.offsets_B, new.offsets_B])
-        self.width = width
 
 
 @dataclass(slots=True)
@@ -134,7 +89,7 @@ class _Output:
                     self, name, pad(values, added if values.dim() == 1 else (0, max(0, num_tokens - tokens), *added))
                 )
 
-    def ends(self, live: _Batch) -> Tensor:
+    def ends(self, live: DecodingBatch) -> Tensor:
         """Return, for each row of the batch, the index of the newest token in its completion. This token is not in the
         KV cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
@@ -164,10 +119,10 @@ class RowDecoder:
         self._rows: dict[int, CompletionRow] = {}
         """Rows by slot. Finished rows stay until `pop`."""
         self._samplings: dict[int, SamplingConfig] = {}
-        """Settings by slot, of which the maximum length and the stop texts are used. They stay when the slot is free,
-        because its finished row may still be in the batch."""
+        """Settings by slot, of which the maximum length and the stop texts are used. They stay after `pop`, because the
+        finished row may still be in the batch."""
         self._output = _Output.without_slots(policy.model.device)
-        self._live: _Batch | None = None
+        self._live: DecodingBatch | None = None
         self._logits_BV: Tensor
         """Logits of the next token of each row of the batch."""
         self._stop_window = 0
@@ -183,7 +138,8 @@ class RowDecoder:
     def add(self, rows: Sequence[CompletionRow], samplings: Sequence[SamplingConfig]) -> list[int]:
         """Assign each row to a free slot and return the slots. The rows do not join the batch yet. `samplings` contains
         the maximum length and the stop texts of each row."""
-        slots = [*islice((slot for slot in count() if slot not in self._rows), len(rows))]
+        taken = {*self._rows, *(self._live.rows_B.tolist() if self._live is not None else ())}
+        slots = [*islice((slot for slot in count() if slot not in taken), len(rows))]
         self._output.write(slots, rows)
         self._rows.update(zip(slots, rows, strict=True))
         self._samplings.update(zip(slots, samplings, strict=True))
@@ -196,11 +152,13 @@ class RowDecoder:
         return slots
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Process the prompts of added rows and append the rows to the batch. Neighbors with the same prompt share its
+        """Process the prompts of added rows and add the rows to the batch. Neighbors with the same prompt share its
         forward pass."""
         logits_BV, new = _prefill(self._policy, [self._rows[slot] for slot in slots], slots, self._recorder)
         if self._live is None:
             self._logits_BV, self._live = logits_BV, new
+        elif self.num_alive + len(slots) <= len(self._live.rows_B) and new.width <= self._live.width:
+            self._logits_BV[self._live.replace_finished(new)] = logits_BV
         else:
             if self.num_alive < len(self._live.rows_B):
                 self._logits_BV = self._logits_BV[self._live.alive_B]
@@ -233,7 +191,7 @@ class RowDecoder:
         return finished
 
     def pop(self, slots: Sequence[int]) -> list[Completion]:
-        """Return the completions of finished rows and free their slots."""
+        """Return the completions of finished rows. Their slots become free when the rows are no longer in the batch."""
         output, recorder = self._output, self._recorder
         lengths, stopped = output.lengths_R[slots].tolist(), output.stopped_R[slots].tolist()
         tokens = [row[:length] for row, length in zip(output.tokens_RT[slots].tolist(), lengths, strict=True)]
@@ -252,7 +210,7 @@ class RowDecoder:
             completions.append(completion)
         return completions
 
-    def _decode_tokens(self, live: _Batch) -> None:
+    def _decode_tokens(self, live: DecodingBatch) -> None:
         """Process the newest token of every row of the batch, after many finished rows and wide padding were
         removed."""
         if self.has_shrunk:
@@ -265,7 +223,7 @@ class RowDecoder:
             self._recorder.record_tokens(live.rows_B, at_B)
         self._on_step(self.num_alive)
 
-    def _require_finite(self, live: _Batch) -> None:
+    def _require_finite(self, live: DecodingBatch) -> None:
         # The sum reads the logits once; isfinite alone would read memory three times.
         finite_B = self._logits_BV.sum(dim=1, dtype=torch.float64).isfinite() | ~live.alive_B
         if not finite_B.all():
@@ -276,7 +234,7 @@ class RowDecoder:
                 "update.learning_rate if an update has caused this"
             )
 
-    def _end_rows(self, live: _Batch, at_B: Tensor) -> None:
+    def _end_rows(self, live: DecodingBatch, at_B: Tensor) -> None:
         """Mark the rows as finished whose completion ended with the token at index `at_B`, by an end token, a stop text
         or its maximum length."""
         output = self._output
@@ -289,7 +247,7 @@ class RowDecoder:
         output.stopped_R[ended_rows] = True
         live.alive_B = live.alive_B & ~ended_B & (at_B + 1 < output.limits_R[live.rows_B])
 
-    def _end_with_stop_texts(self, live: _Batch, at_B: Tensor) -> Tensor:
+    def _end_with_stop_texts(self, live: DecodingBatch, at_B: Tensor) -> Tensor:
         """Return, for each row of the batch, whether the token at index `at_B` of its completion completes a stop text
         in the current turn."""
         output, window = self._output, self._stop_window
@@ -335,7 +293,7 @@ def decode(
 
 def _prefill(
     policy: LoadedPolicy, rows: Sequence[CompletionRow], slots: Sequence[int], recorder: ExpertRecorder | None
-) -> tuple[Tensor, _Batch]:
+) -> tuple[Tensor, DecodingBatch]:
     """Process the prompts of rows, padded on the left, and return the logits of the next tokens and the new batch. Each
     distinct prompt is processed once, and its cache rows are repeated for each of its completions."""
     device = policy.model.device
@@ -349,7 +307,7 @@ def _prefill(
     cache.reorder_cache(prompt_B)
     use_in_place_layers(cache)
     lengths_P = mask_PT.sum(dim=1)
-    live = _Batch(
+    live = DecodingBatch(
         rows_B=torch.tensor(slots, device=device),
         alive_B=torch.ones(len(rows), dtype=torch.bool, device=device),
         width=mask_PT.shape[1],
@@ -365,7 +323,7 @@ def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
     return row.request == other.request and row.input == other.input
 
 
-def _decode_token(policy: LoadedPolicy, live: _Batch, tokens_B: Tensor) -> Tensor:
+def _decode_token(policy: LoadedPolicy, live: DecodingBatch, tokens_B: Tensor) -> Tensor:
     """Append the token in `tokens_B` to every row of the batch and return the logits of the next token."""
     live.width += 1
     mask_BT = torch.arange(live.width, device=live.padding_B.device) >= live.padding_B[:, None]
@@ -384,7 +342,7 @@ def _decode_token(policy: LoadedPolicy, live: _Batch, tokens_B: Tensor) -> Tenso
     return logits_BV
 
 
-def _store_tokens(live: _Batch, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+def _store_tokens(live: DecodingBatch, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
     """Store sampled tokens and their log-probs at the indices `at_B` of the rows' completions. Finished rows stay
     unchanged."""
     rows_B = live.rows_B

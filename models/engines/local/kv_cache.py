@@ -3,7 +3,7 @@
 The cache layers of transformers copy their whole contents to append one token. The layers of this module copy only once
 every `ROOM` steps.
 
-Shapes: B rows, H heads, T tokens, D values of a head.
+Shapes: B rows, N replaced rows, H heads, T tokens, D values of a head.
 """
 
 from typing import Final
@@ -52,6 +52,12 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         """Append the rows of another layer. Both layers are cut or padded on the left to `width` tokens per row."""
         self._hold(_join(self.keys, other.keys, width), _join(self.values, other.values, width))
 
+    def replace(self, rows_N: Tensor, other: "InPlaceLayer") -> None:
+        """Overwrite the rows at the indices `rows_N` with those of another layer, aligned on the right. The other layer
+        must not be wider. To the left of its tokens, the old values stay and count as padding."""
+        for mine_BHTD, new_NHTD in ((self.keys, other.keys), (self.values, other.values)):
+            mine_BHTD[rows_N, :, mine_BHTD.shape[-2] - new_NHTD.shape[-2] :] = new_NHTD
+
     def _hold(self, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
         self.keys, self.values = self._rooms = keys_BHTD, values_BHTD
 
@@ -91,6 +97,12 @@ def join_in_place(cache: Cache, other: Cache, width: int) -> None:
     the right."""
     for layer, joining in zip(cache.layers, other.layers, strict=True):
         layer.join(joining, width)
+
+
+def replace_in_place(cache: Cache, rows_N: Tensor, other: Cache) -> None:
+    """Overwrite the rows of `cache` at the indices `rows_N` with the rows of `other`, which must not be wider."""
+    for layer, new in zip(cache.layers, other.layers, strict=True):
+        layer.replace(rows_N, new)
 
 
 def trim_in_place(cache: Cache, width: int) -> None:

@@ -15,8 +15,10 @@ import torch
 
 from rheostat.infra.errors import BadInput, Quarantined, WorkerAsleep
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.engines.local import decoding_batch
 from rheostat.models.engines.local.continuous import ContinuousDecoder
 from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.engines.local.kv_cache import replace_in_place
 from rheostat.models.engines.local.loaded_policy import LoadedPolicy
 from rheostat.models.engines.protocol import Completion, Request
 from rheostat.models.modeling.policy import load_policy
@@ -60,6 +62,8 @@ class Steps:
         """Number of rows of each decoding step. 0 is a prefill."""
         self.prompts: list[int] = []
         """Number of prompts of each prefill."""
+        self.rows: list[int] = []
+        """Number of rows, also finished ones, of each decoding step."""
         self.reached = Event()
         self._pause: tuple[int, int] | None = None
         self._num_waiting: Callable[[], int]
@@ -81,15 +85,15 @@ class Steps:
         """Run the block with a decoder of the policy in a directory."""
         tokenizer = small_tokenizer()
         model = load_policy(directory).eval()
-        model.register_forward_pre_hook(self._note_prefill, with_kwargs=True)
+        model.register_forward_pre_hook(self._note_pass, with_kwargs=True)
         policy = LoadedPolicy(model, tokenizer, "digest", torch.tensor([tokenizer.eos_token_id]), CONTEXT)
         with ContinuousDecoder(policy, places=places, on_step=self.on_step) as decoder:
             self._num_waiting = lambda: decoder.load.waiting
             yield decoder
 
-    def _note_prefill(self, model: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
-        if kwargs["input_ids"].shape[1] > 1:
-            self.prompts.append(len(kwargs["input_ids"]))
+    def _note_pass(self, model: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        num_rows, num_tokens = kwargs["input_ids"].shape
+        (self.prompts if num_tokens > 1 else self.rows).append(num_rows)
 
 
 def generate_in_two_calls(
@@ -132,6 +136,25 @@ def test_a_call_that_arrives_during_decoding_gives_the_completions_that_it_gives
     assert steps.counts[:2] == [0, 12]
     assert (max(steps.counts) > 12) is joins
     assert (steps.counts.index(0, 1) == 5) is joins
+
+
+@pytest.mark.parametrize(("length", "num_replacements"), [(7, 1), (60, 0)])
+def test_rows_take_the_places_of_finished_rows_if_the_batch_is_wide_enough(
+    length, num_replacements, directory, monkeypatch
+):
+    replacements = []
+    monkeypatch.setattr(
+        decoding_batch,
+        "replace_in_place",
+        lambda *arguments: replacements.append(replace_in_place(*arguments)),
+    )
+    work = [request(3, 20, group=13), replace(request(4, 11, group=3), budget=2)]
+    steps, first, second = generate_in_two_calls(directory, work, [request(5, length, group=3)])
+    assert len(replacements) == num_replacements
+    assert max(steps.rows) == 16
+    engine = engine_of(directory)
+    require_equal(first, engine.generate(work, LONG))
+    require_equal(second, engine.generate([request(5, length, group=3)], LONG))
 
 
 def test_rows_wait_for_places_and_join_when_others_have_finished(directory):
