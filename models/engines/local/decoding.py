@@ -9,7 +9,7 @@ places.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count, islice
 from typing import Final
 
@@ -80,14 +80,13 @@ class _Output:
 
     def _reserve(self, num_slots: int, num_tokens: int) -> None:
         """Add slots up to `num_slots`, and make room for `num_tokens` tokens in every slot."""
-        slots, tokens = self.tokens_RT.shape
-        added = (0, max(0, num_slots - slots))
-        if added[1] or num_tokens > tokens:
-            for name in self.__slots__:
-                values: Tensor = getattr(self, name)
-                setattr(
-                    self, name, pad(values, added if values.dim() == 1 else (0, max(0, num_tokens - tokens), *added))
-                )
+        more_slots, more_tokens = num_slots - self.tokens_RT.shape[0], num_tokens - self.tokens_RT.shape[1]
+        if max(more_slots, more_tokens) <= 0:
+            return
+        added = (0, max(0, more_tokens), 0, max(0, more_slots))
+        for each in fields(self):
+            values: Tensor = getattr(self, each.name)
+            setattr(self, each.name, pad(values, added[-2 * values.dim() :]))
 
     def ends(self, live: DecodingBatch) -> Tensor:
         """Return, for each row of the batch, the index of the newest token in its completion. This token is not in the
