@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Condition, Thread
+from threading import Condition, Event, Thread
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -34,10 +34,12 @@ class _Call:
 
     sampling: SamplingConfig
     num_rows: int
+    abandoned: Event | None
+    """Event that is set when nobody waits for the rows any more, or None if somebody always waits."""
     finished: dict[tuple[int, int], Completion] = field(default_factory=dict)
     """Completions of the finished rows, by index of the request and index of the sample."""
     done: Future[dict[tuple[int, int], Completion]] = field(default_factory=Future)
-    """Completions of all rows, or the error that ended the decoder."""
+    """Completions of all rows, or the error that ended the decoder. Cancelled if the call is abandoned."""
 
     def shares_distribution(self, sampling: SamplingConfig) -> bool:
         """Return whether tokens for this call are sampled in the same way as with the given settings."""
@@ -104,19 +106,26 @@ class ContinuousDecoder:
     def load(self) -> EngineLoad:
         """Number of rows in the batch and number of waiting rows."""
         with self._changed:
-            return EngineLoad(decoding=len(self._decoding), waiting=len(self._waiting))
+            unfinished = sum(call.num_rows - len(call.finished) for call in self._calls)
+            return EngineLoad(decoding=unfinished - len(self._waiting), waiting=len(self._waiting))
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingConfig, *, abandoned: Event | None = None
+    ) -> list[list[Completion]]:
         """Generate completions, in any thread, together with those of other calls. Returns one list per request, in
         order, with one completion per seed of the request.
+
+        Set the event `abandoned` if nobody needs the completions any more. The rows then leave the batch after the
+        current decoding step, and the call raises `concurrent.futures.CancelledError` unless it has finished.
 
         Raises BadInput if a request does not fit into the policy's context, Quarantined if the policy computes a logit
         that is not finite, and WorkerAsleep if the decoder's block ends before the completions have finished.
         """
+        assert self._thread.ident is not None, "generate before the decoder's block"
         require_engine_room(requests, sampling, context=self._policy.context)
         if not (rows := build_rows(requests, longest=sampling.max_new_tokens)):
             return [[] for _ in requests]
-        call = _Call(sampling, len(rows))
+        call = _Call(sampling, len(rows), abandoned)
         with self._changed:
             if self._end is not None:
                 raise self._end
@@ -137,6 +146,7 @@ class ContinuousDecoder:
                 if rows := self._take_rows(decoder):
                     self._admit(decoder, rows)
                 self._finish(decoder, decoder.step())
+                self._drop_abandoned(decoder)
         except BaseException as error:
             self._end = error
         with self._changed:
@@ -159,7 +169,7 @@ class ContinuousDecoder:
                 self._delay += bool(count)
                 return []
             self._delay = 0
-            rows = []
+            rows: list[tuple[_Call, CompletionRow]] = []
             while self._waiting and len(rows) < free and self._waiting[0][0].shares_distribution(decoder.sampling):
                 rows.append(self._waiting.popleft())
             return rows
@@ -180,3 +190,17 @@ class ContinuousDecoder:
                 with self._changed:
                     self._calls.remove(call)
                 call.done.set_result(call.finished)
+
+    def _drop_abandoned(self, decoder: RowDecoder) -> None:
+        """Remove the rows of abandoned calls from the batch and from the waiting rows, and cancel the calls."""
+        with self._changed:
+            ended = {call for call in self._calls if call.abandoned is not None and call.abandoned.is_set()}
+            if not ended:
+                return
+            self._calls -= ended
+            self._waiting = deque(each for each in self._waiting if each[0] not in ended)
+        if slots := [slot for slot, (call, _) in self._decoding.items() if call in ended]:
+            decoder.drop(slots)
+        self._decoding = {slot: each for slot, each in self._decoding.items() if each[0] not in ended}
+        for call in ended:
+            call.done.cancel()

@@ -52,13 +52,16 @@ class _Output:
     @classmethod
     def without_slots(cls, device: torch.device) -> "_Output":
         """Return an output to which slots are added by `write`."""
-        counts = [torch.zeros(0, dtype=torch.int64, device=device) for _ in range(4)]
+        none_R = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(
-            torch.zeros((0, 0), dtype=torch.int64, device=device),
-            torch.zeros((0, 0), device=device),
-            torch.zeros((0, 0), dtype=torch.float64, device=device),
-            *counts,
-            torch.zeros(0, dtype=torch.bool, device=device),
+            tokens_RT=torch.zeros((0, 0), dtype=torch.int64, device=device),
+            logprobs_RT=torch.zeros((0, 0), device=device),
+            uniforms_RT=torch.zeros((0, 0), dtype=torch.float64, device=device),
+            prompts_R=none_R,
+            turns_R=none_R,
+            limits_R=none_R,
+            lengths_R=none_R,
+            stopped_R=none_R.bool(),
         )
 
     def write(self, slots: Sequence[int], rows: Sequence[CompletionRow]) -> None:
@@ -112,7 +115,7 @@ class RowDecoder:
         self.num_alive = 0
         """Number of unfinished rows in the batch."""
         self.has_shrunk = True
-        """Whether the batch is empty, or so many rows had finished that they were removed in the last step."""
+        """Whether the batch is empty, or the last step has removed its finished rows because there were many."""
         self.sampling = sampling
         self._policy, self._on_step, self._recorder = policy, on_step, recorder
         self._rows: dict[int, CompletionRow] = {}
@@ -143,8 +146,9 @@ class RowDecoder:
         self._rows.update(zip(slots, rows, strict=True))
         self._samplings.update(zip(slots, samplings, strict=True))
         present = self._rows.values()
-        self._max_width = max(len(row.input) for row in present) + max(
-            row.limit - row.num_existing_tokens for row in present
+        self._max_width = max(
+            max(len(row.input) for row in present) + max(row.limit - row.num_existing_tokens for row in present),
+            0 if self._live is None else int(self._live.lengths_B.max()),  # of finished rows, which trimming keeps
         )
         stops = {stop for slot in self._rows for stop in self._samplings[slot].stop}
         self._stop_window = stop_window(stops) if stops else 0
@@ -208,6 +212,17 @@ class RowDecoder:
             )
             completions.append(completion)
         return completions
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Discard unfinished rows of the batch. Like finished rows, they stay in the batch until rows are removed."""
+        live = self._live
+        assert live is not None, "dropped rows are in the batch"
+        live.alive_B = live.alive_B & ~torch.isin(live.rows_B, torch.tensor(slots, device=live.rows_B.device))
+        self.num_alive -= len(slots)
+        for slot in slots:
+            del self._rows[slot]
+        if not self.num_alive:
+            self._live, self.has_shrunk = None, True
 
     def _decode_tokens(self, live: DecodingBatch) -> None:
         """Process the newest token of every row of the batch, after many finished rows and wide padding were

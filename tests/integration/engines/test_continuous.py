@@ -3,7 +3,7 @@ that join the batch while others are decoded."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,9 @@ import torch
 from rheostat.infra.errors import BadInput, Quarantined, WorkerAsleep
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
 from rheostat.models.engines.local import decoding_batch
-from rheostat.models.engines.local.continuous import ContinuousDecoder
+from rheostat.models.engines.local.continuous import ContinuousDecoder, EngineLoad
 from rheostat.models.engines.local.engine import HuggingFaceEngine
-from rheostat.models.engines.local.kv_cache import replace_in_place
+from rheostat.models.engines.local.kv_cache import replace_in_place, trim_in_place
 from rheostat.models.engines.local.loaded_policy import LoadedPolicy
 from rheostat.models.engines.protocol import Completion, Request
 from rheostat.models.modeling.policy import load_policy
@@ -64,6 +64,8 @@ class Steps:
         """Number of prompts of each prefill."""
         self.rows: list[int] = []
         """Number of rows, also finished ones, of each decoding step."""
+        self.actions: dict[int, Callable[[], object]] = {}
+        """Functions that are called after a pass, by the number of the pass."""
         self.reached = Event()
         self._pause: tuple[int, int] | None = None
         self._num_waiting: Callable[[], int]
@@ -74,11 +76,16 @@ class Steps:
 
     def on_step(self, count: int) -> None:
         self.counts.append(count)
+        self.actions.get(len(self.counts), lambda: None)()
         if self._pause is not None and len(self.counts) == self._pause[0]:
             self.reached.set()
-            end = time.monotonic() + LIMIT
-            while self._num_waiting() < self._pause[1] and time.monotonic() < end:
-                time.sleep(0.001)
+            self.wait_for_rows(self._pause[1])
+
+    def wait_for_rows(self, num_waiting: int) -> None:
+        """Return when `num_waiting` rows are waiting."""
+        end = time.monotonic() + LIMIT
+        while self._num_waiting() < num_waiting and time.monotonic() < end:
+            time.sleep(0.001)
 
     @contextmanager
     def decoder(self, directory: Path, *, places: int = 512) -> Iterator[ContinuousDecoder]:
@@ -157,6 +164,15 @@ def test_rows_take_the_places_of_finished_rows_if_the_batch_is_wide_enough(
     require_equal(second, engine.generate([request(5, length, group=3)], LONG))
 
 
+def test_a_finished_row_that_is_longer_than_all_others_does_not_slow_down_every_step(directory, monkeypatch):
+    trims = []
+    monkeypatch.setattr(decoding_batch, "trim_in_place", lambda *arguments: trims.append(trim_in_place(*arguments)))
+    long = replace(request(4, CONTEXT - 100, group=3), budget=2)
+    steps, _, _ = generate_in_two_calls(directory, [request(3, 7, group=13), long], [request(5, 7, group=2)])
+    assert max(steps.rows) == 16, "a finished row is still in the batch"
+    assert len(trims) == 1, "trimming copies the whole KV cache"
+
+
 def test_rows_wait_for_places_and_join_when_others_have_finished(directory):
     steps, first, second = generate_in_two_calls(directory, MIXED[:2], MIXED[2:], places=5)
     assert max(steps.counts) == 5
@@ -230,6 +246,30 @@ def test_the_end_of_the_block_ends_the_calls_that_are_decoded_or_wait(directory)
                 call.result(LIMIT)
     with pytest.raises(WorkerAsleep):
         decoder.generate([MIXED[2]], LONG)
+
+
+@pytest.mark.parametrize("num_dropped", [1, 4])
+def test_the_rows_of_an_abandoned_call_leave_the_batch_and_the_queue(num_dropped, directory):
+    steps, abandoned = Steps(), Event()
+    steps.pause_after(5, num_waiting=14)
+    steps.actions[9] = abandoned.set
+    kept, later = request(3, 11, group=7), request(7, 9, group=2)
+    with steps.decoder(directory, places=7 + num_dropped) as decoder, ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(decoder.generate, [request(4, 20, group=num_dropped)], LONG, abandoned=abandoned)]
+        assert steps.reached.wait(LIMIT)
+        joined = threads.submit(decoder.generate, [kept], LONG, abandoned=Event())
+        steps.wait_for_rows(7)
+        calls.append(threads.submit(decoder.generate, [request(6, 20, group=5)], LONG, abandoned=abandoned))
+        steps.wait_for_rows(12)
+        last = threads.submit(decoder.generate, [later], LONG)
+        for call in calls:
+            with pytest.raises(CancelledError):
+                call.result(LIMIT)
+        groups = joined.result(LIMIT) + last.result(LIMIT)
+        assert decoder.load == EngineLoad(decoding=0, waiting=0)
+    require_equal(groups, engine_of(directory).generate([kept, later], LONG))
+    assert steps.counts[5:9] == [0, 7 + num_dropped, 7 + num_dropped, 7 + num_dropped]
+    assert steps.counts[9:11] == [0, 7 + min(num_dropped, 2)]
 
 
 def test_a_request_that_does_not_fit_is_refused_and_the_other_calls_continue(directory):
