@@ -21,7 +21,7 @@ from rheostat.models.engines.protocol import Completion, Generate, Request
 from rheostat.models.engines.requests import CompletionRow, build_rows, require_engine_room
 
 _JOIN_SHARE: Final = 0.125
-"""Number of waiting rows, as a share of the batch, at which they join at once. Joining copies the KV cache."""
+"""Number of waiting rows, as a share of the batch, at which they join at once. Joining may copy the KV cache."""
 _MAX_DELAY: Final = 8
 """Maximum number of decoding steps for which a row waits until more rows join with it."""
 
@@ -59,10 +59,10 @@ class ContinuousDecoder:
     """Engine that batches concurrent calls of `generate` and decodes at most `places` rows together. It is a context
     manager: calls are possible inside its block, in which a thread decodes. Use each decoder for one block.
 
-    Rows join in the order in which their calls arrived. They wait for a few steps if they are few, because the whole KV
-    cache is copied when rows join. If a cache layer does not grow with every token, rows join only when the batch is
-    empty. Rows whose distribution settings (temperature, top_p, top_k) differ from those of the batch also wait until
-    then. If decoding fails, all calls raise the error.
+    Rows join in the order in which their calls arrived. They wait for a few steps if they are few, because joining may
+    copy the whole KV cache. If a cache layer does not grow with every token, rows join only when the batch is empty.
+    Rows whose distribution settings (temperature, top_p, top_k) differ from those of the batch also wait until then. If
+    decoding fails, all calls raise the error.
 
     `on_step` is called in the decoding thread after every forward pass, with the number of rows that it advanced, or 0
     after a prefill.

@@ -139,7 +139,10 @@ class HuggingFaceEngine:
         return [[group[sample] for sample in range(len(group))] for group in groups]
 
     def batch_continuously(self) -> ContinuousDecoder:
+        """Return a decoder of the loaded policy. Inside the decoder's block, call no other method of the engine that
+        computes or changes weights."""
         assert self._policy is not None, "continuous batching before load"
+        assert not self._records_experts, "the decoder does not record experts"
         return ContinuousDecoder(self._policy, places=self._config.max_batch_rows, on_step=self._step)
 
     def _step(self, sequences: int) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from rheostat.infra.errors import BadInput
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from rheostat.models.engines.local.decoding import decode
+from rheostat.models.engines.local.loaded_policy import LoadedPolicy, continuation_logprobs
 from rheostat.models.engines.requests import CompletionRow
 from rheostat.models.engines.sampling import sample_tokens
 from rheostat.models.modeling.layout import lay_out
