@@ -7,6 +7,7 @@ import pytest
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.engines import TransformersEngine
 from rheostat.models.engines.local.continuous import ContinuousDecoder
 from rheostat.models.engines.local.engine import HuggingFaceEngine
 from tests.support.episodes import (
@@ -81,10 +82,19 @@ def test_an_engine_may_repeat_all_independent_episodes(episodes, monkeypatch):
     require_equal_rows(episodes.play_rows(settings), once)
 
 
-def test_a_free_pace_is_refused_by_an_engine_that_does_not_batch_concurrent_calls(episodes, monkeypatch):
-    monkeypatch.delattr(HuggingFaceEngine, "batch_continuously")
+class RoundsOnly(HuggingFaceEngine):
+    """Engine that cannot batch concurrent calls."""
+
+    batch_continuously = None
+
+
+class RoundsOnlyTransformers(TransformersEngine):
+    implementation = f"{__name__}:RoundsOnly"
+
+
+def test_a_free_pace_is_refused_by_an_engine_that_does_not_batch_concurrent_calls(episodes):
     with pytest.raises(BadInput, match=r"environment\.pace = 'free'.*transformers.*`batch_continuously`"):
-        episodes.play(target_environment(pace="free"))
+        episodes.play(target_environment(pace="free"), RoundsOnlyTransformers())
 
 
 @pytest.mark.thorough_after(1)
