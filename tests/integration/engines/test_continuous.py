@@ -17,10 +17,12 @@ from rheostat.infra.errors import BadInput, Quarantined, WorkerAsleep
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
 from rheostat.models.engines.local import decoding_batch
 from rheostat.models.engines.local.continuous import ContinuousDecoder, EngineLoad
+from rheostat.models.engines.local.decoding import RowDecoder
 from rheostat.models.engines.local.engine import HuggingFaceEngine
 from rheostat.models.engines.local.kv_cache import replace_in_place, trim_in_place
 from rheostat.models.engines.local.loaded_policy import LoadedPolicy
 from rheostat.models.engines.protocol import Completion, Request
+from rheostat.models.engines.requests import build_rows
 from rheostat.models.modeling.policy import load_policy
 from tests.support.engines import *  # noqa: F403  # pytest collects the claims about every engine here
 from tests.support.engines import EOS, MIXED, Loaded, engine_of, find_readable_completion, load_if_needed, request
@@ -52,6 +54,13 @@ def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("policy")
     write_policy(path, eos_share=0.001)
     return path
+
+
+def read_policy(directory: Path) -> LoadedPolicy:
+    """Load the policy in a directory."""
+    tokenizer = small_tokenizer()
+    end = torch.tensor([tokenizer.eos_token_id])
+    return LoadedPolicy(load_policy(directory).eval(), tokenizer, "digest", end, CONTEXT)
 
 
 class Steps:
@@ -90,10 +99,8 @@ class Steps:
     @contextmanager
     def decoder(self, directory: Path, *, places: int = 512) -> Iterator[ContinuousDecoder]:
         """Run the block with a decoder of the policy in a directory."""
-        tokenizer = small_tokenizer()
-        model = load_policy(directory).eval()
-        model.register_forward_pre_hook(self._note_pass, with_kwargs=True)
-        policy = LoadedPolicy(model, tokenizer, "digest", torch.tensor([tokenizer.eos_token_id]), CONTEXT)
+        policy = read_policy(directory)
+        policy.model.register_forward_pre_hook(self._note_pass, with_kwargs=True)
         with ContinuousDecoder(policy, places=places, on_step=self.on_step) as decoder:
             self._num_waiting = lambda: decoder.load.waiting
             yield decoder
@@ -171,6 +178,19 @@ def test_a_finished_row_that_is_longer_than_all_others_does_not_slow_down_every_
     steps, _, _ = generate_in_two_calls(directory, [request(3, 7, group=13), long], [request(5, 7, group=2)])
     assert max(steps.rows) == 16, "a finished row is still in the batch"
     assert len(trims) == 1, "trimming copies the whole KV cache"
+
+
+@torch.inference_mode()
+def test_a_slot_is_not_reused_while_its_finished_row_is_in_the_batch(directory):
+    work = [replace(request(1, 9, group=1), budget=2), request(2, 9, group=7), request(3, 9, group=2)]
+    rows = build_rows(work, longest=LONG.max_new_tokens)
+    decoder = RowDecoder(read_policy(directory), LONG, on_step=lambda count: None)
+    decoder.admit(decoder.add(rows[:8], [LONG] * 8))
+    assert [decoder.step(), decoder.step()] == [[], [0]]
+    assert [len(each.tokens) for each in decoder.pop([0])] == [2]
+    assert decoder.add(rows[8:9], [LONG]) == [8]
+    decoder.admit([8])
+    assert decoder.add(rows[9:], [LONG]) == [0]
 
 
 def test_rows_wait_for_places_and_join_when_others_have_finished(directory):
