@@ -92,8 +92,8 @@ def _pairs(engine: EngineConfig, changes: Mapping[str, object]) -> tuple[list[tu
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         store = open_store(f"{name}/bench")
-        work = _work(store, Path(name) / "policy")
-        at_once, sleeping = (replace(work, prompts=_prompts(store, seconds)) for seconds in (0.0, MEAN_SECONDS))
+        work = build_work(store, Path(name) / "policy")
+        at_once, sleeping = (replace(work, prompts=write_prompts(store, seconds)) for seconds in (0.0, MEAN_SECONDS))
         with _worker(name, engine, changes) as worker:
             made = [worker.generate(at_once)]  # starts processes and loads the policy
             pairs = []
@@ -122,12 +122,13 @@ def _worker(home: str, engine: EngineConfig, changes: Mapping[str, object]) -> I
         worker.close()
 
 
-def _work(store: Store, policy: Path) -> RolloutWork:
+def build_work(store: Store, policy: Path) -> RolloutWork:
+    """Write a policy and its prompts, and return the work of a shard of episodes."""
     write_policy(policy, eos_share=EOS_SHARE, changes=SHAPE)
     return RolloutWork(
         iteration=1,
         policy=ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies")),
-        prompts=_prompts(store, 0.0),
+        prompts=write_prompts(store, 0.0),
         rows=tuple(range(PROMPTS)),
         group_size=GROUP,
         sampling=SamplingConfig(max_new_tokens=TURNS * TURN_TOKENS),
@@ -135,7 +136,8 @@ def _work(store: Store, policy: Path) -> RolloutWork:
     )
 
 
-def _prompts(store: Store, mean_seconds: float) -> ShardRef:
+def write_prompts(store: Store, mean_seconds: float) -> ShardRef:
+    """Write a shard of prompts with the column `mean_seconds`."""
     texts = [f"Ana has {row} pens, buys {row % 7}. How many?" for row in range(PROMPTS)]
     columns = {
         "prompt_id": [f"{row:016x}" for row in range(PROMPTS)],

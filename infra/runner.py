@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 MIN_PYTHON = (3, 9)
 """Oldest Python version that can run this file."""
-FILES = ("runner.py", "episode_runner.py", "plain_values.py", "sandbox_runner.py")
+FILES = ("runner.py", "agent_runner.py", "episode_runner.py", "plain_values.py", "sandbox_runner.py")
 """Names of the files that a child process of users' code reads from the folder of this file."""
 LENGTH_BYTES = 4
 MAX_RESPONSE_BYTES = 1 << 24
@@ -146,7 +146,7 @@ def compute_value(
     except plain_values.InvalidValue as error:
         return None, one_line(str(error))
     except BaseException as error:  # also KeyboardInterrupt, which only the function itself can raise
-        return None, one_line(f"{type(error).__name__}: {_message_of(error)}")
+        return None, one_line(f"{type(error).__name__}: {message_of(error)}")
 
 
 def one_line(message: str) -> str:
@@ -158,7 +158,8 @@ def one_line(message: str) -> str:
     return masked[:200].encode("utf-8", "replace").decode()
 
 
-def _message_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception of users' code."""
     try:
         return str(error)
     except BaseException:
@@ -197,11 +198,13 @@ def _receive(stream: BinaryIO) -> Any:  # noqa: ANN401 - JSON that ours has writ
     return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == LENGTH_BYTES else None
 
 
-def _send(pipe: int, content: object) -> None:
-    _write(pipe, frame(content))
+def send(pipe: int, content: object) -> None:
+    """Write a message to a pipe."""
+    write(pipe, frame(content))
 
 
-def _write(pipe: int, content: bytes) -> None:
+def write(pipe: int, content: bytes) -> None:
+    """Write all bytes to a pipe."""
     left = memoryview(content)
     while left:
         left = left[os.write(pipe, left) :]
@@ -215,7 +218,7 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
     InvalidTarget if it does not.
     """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
-    _forget(target.partition(":")[0].partition(".")[0])
+    forget(target.partition(":")[0].partition(".")[0])
     found = import_target(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
         what = plain_values.describe_value(found)
@@ -240,7 +243,7 @@ def _extra_parameters(function: Callable[..., object]) -> list[str]:
     return [name for name in ("images", "messages") if name in parameters]
 
 
-def _forget(name: str) -> None:
+def forget(name: str) -> None:
     """Unload a module if the user has another module of the same name, so that the next import loads the user's
     module."""
     loaded = getattr(sys.modules.get(name), "__spec__", None)
@@ -268,15 +271,15 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
     make, tools = _environment(order, episodes_module.ToolBox)
     describes = order["describes"]
     schemas = [] if describes == "none" else episodes_module.build_schemas(tools, skip_unknown=describes == "known")
-    _send(answers, schemas)
+    send(answers, schemas)
     episodes = episodes_module.LiveEpisodes(make, order["role"])
     while (call := _receive(calls)) is not None:
         try:
             episodes.close(call["closed"])
             step, reason = episodes.step(call) if call["episode"] else None, None
         except BaseException as error:  # any error of an environment is reported as its result
-            step, reason = None, one_line(f"{type(error).__name__}: {_message_of(error)}")
-        _send(answers, [call["token"], step, reason, None])
+            step, reason = None, one_line(f"{type(error).__name__}: {message_of(error)}")
+        send(answers, [call["token"], step, reason, None])
 
 
 def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> tuple[Callable[[], object], list[Any]]:
@@ -287,7 +290,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
     """
     where, options = order["where"], order["options"]
     for target in (order["target"], *order["tools"]):
-        _forget(target.partition(":")[0].partition(".")[0])
+        forget(target.partition(":")[0].partition(".")[0])
     if not order["target"]:
         tools = [import_target(tool, f"tool {tool!r}") for tool in order["tools"]]
         for tool in tools:
@@ -316,7 +319,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
 def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers: int) -> None:  # noqa: ANN401
     """Run the programs that the parent process requests, one after another. Requests are read from `calls`, and results
     are written to the file descriptor `answers`. `box` is the module sandbox_runner."""
-    _send(answers, [])
+    send(answers, [])
     while (call := _receive(calls)) is not None:
         if call == STOP:  # the program to be stopped has already ended
             continue
@@ -324,11 +327,11 @@ def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers
             result, reason = box.run_program(call, limits, (calls.fileno(), answers)), None
         except OSError as error:  # an error of the sandbox, because a program cannot raise here
             result, reason = None, one_line(f"{type(error).__name__}: {error}")
-        _send(answers, [call["token"], result, reason, None])
+        send(answers, [call["token"], result, reason, None])
 
 
 def _write_result(compute: Callable[[], object], pipe: int) -> None:
-    _write(pipe, json.dumps(compute()).encode())
+    write(pipe, json.dumps(compute()).encode())
 
 
 def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
@@ -336,7 +339,7 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
     read from `calls`, and results are written to the file descriptor `answers`. If `box` (the module sandbox_runner) is
     given, each call runs in a forked process. Raises ValueError if a function cannot be used."""
     functions = [_load(function) for function in order["functions"]]
-    _send(answers, [takes for _, takes in functions])
+    send(answers, [takes for _, takes in functions])
     while (call := _receive(calls)) is not None:
         function, takes = functions[call["function"]]
         extras = {"images": [base64.b64decode(image) for image in call["images"]], "messages": call["messages"]}
@@ -351,7 +354,7 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
             result = box.decode_result(
                 *box.run_in_fork(body, order["limits"], max_bytes=MAX_RESPONSE_BYTES, hidden=hidden)
             )
-        _send(answers, [call["token"], *result])
+        send(answers, [call["token"], *result])
 
 
 def main() -> None:
@@ -372,6 +375,8 @@ def main() -> None:
             hint = box.isolate(order["outside"], order["user"], order["first"])
         if "programs" in order:
             serve_programs(box, limits, calls, answers)
+        elif "agent" in order:
+            import_sibling("agent_runner").serve_agents(order["agent"], calls.fileno(), answers)
         elif "environment" in order:
             if box is not None:
                 box.limit(limits, lasts=True)
@@ -379,7 +384,7 @@ def main() -> None:
         else:
             serve_functions(order, box, calls, answers)
     except ValueError as error:
-        _send(answers, f"{error}{hint}")
+        send(answers, f"{error}{hint}")
 
 
 if __name__ == "__main__":

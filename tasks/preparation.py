@@ -11,7 +11,7 @@ from typing import Final
 from rheostat.infra.counts import format_count
 from rheostat.infra.store.manifests import Manifest
 from rheostat.models.config.checks import CheckResult
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.records.training_orders import order_training
 from rheostat.models.records.versions import policy_of
 from rheostat.models.records.work import (

@@ -240,9 +240,8 @@ def _list_sandboxed(config: RunConfig) -> list[str]:
     settings = [f"reward {term!r}" for term in scoring.code_rewards]
     if scoring.sandbox == "bubblewrap" and any(rule.brings_code for rule in scoring.rules):
         settings.append("scoring.sandbox")
-    process = None if environment is None else environment.process
-    if process is not None and process.sandboxed_by:
-        settings.append(process.sandboxed_by)
+    if environment is not None and environment.sandboxed_by:
+        settings.append(environment.sandboxed_by)
     return settings
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -82,15 +82,16 @@ def rheostat_interpreter() -> Interpreter:
     return Interpreter(sys.executable, (), tuple(folder for folder in sys.path if folder not in here))
 
 
-def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
+def user_interpreter(python: Path | None = None, *, sandbox: str = "", where: str = "scoring.python") -> Interpreter:
     """Return the interpreter for users' functions, which searches users' folders for modules first. `python` is its
     executable (default: this process's Python).
 
     If the interpreter is the Python of this process, it also searches the module path of this process, after its own.
 
-    `sandbox` names the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
+    `sandbox` names the setting that requires a sandbox, and `where` the setting that contains `python`. Raises BadInput
+    if the Python or the sandbox is not available.
     """
-    program = sys.executable if python is None else query_python(python, where="scoring.python")[0]
+    program = sys.executable if python is None else query_python(python, where=where)[0]
     if sandbox:
         check_sandbox(sandbox)
     last = () if python else tuple(filter(None, sys.path))
@@ -116,15 +117,28 @@ class Child:
     """Child process that runs users' code, with the pipes to exchange messages with it. The first message (`order`)
     tells the process which code to load."""
 
-    def __init__(self, order: Mapping[str, JsonValue], interpreter: Interpreter, *, what: str, seconds: float) -> None:
-        """Start the process without waiting for its imports. `seconds` is the time limit of a call."""
+    def __init__(
+        self,
+        order: Mapping[str, JsonValue],
+        interpreter: Interpreter,
+        *,
+        what: str,
+        seconds: float,
+        variables: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Start the process without waiting for its imports. `seconds` is the time limit of a call.
+
+        `variables` are the process's environment variables (default: those of this process). A process in a sandbox
+        gets a fixed environment instead. The process inherits the open files `descriptors`.
+        """
         self._what = what
         self._unread, self._killed = b"", False
         self._sandboxed = interpreter.sandboxed
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
         if self._sandboxed:
             folders = (*interpreter.first, *interpreter.last)
-            self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL)
+            self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL, descriptors=descriptors)
         else:
             errors = _print_visibly()
             self._process = subprocess.Popen(
@@ -133,6 +147,8 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,
+                env=variables,
+                pass_fds=descriptors,
                 start_new_session=True,  # its descendants are killed with it, and Ctrl-C only reaches the parent
             )
             os.close(errors)
@@ -153,6 +169,15 @@ class Child:
     def pid(self) -> int:
         """Process id of the child process."""
         return self._process.pid
+
+    @property
+    def output(self) -> int:
+        """File descriptor that becomes readable when the process has sent a message or has ended."""
+        return self._out
+
+    def start(self) -> None:
+        """Send the order without waiting for the response, which `receive` returns later."""
+        self.send(self._order)
 
     def ready(self) -> list[object]:
         """Wait until the process has imported the code, and return its description of the imported objects.
@@ -185,6 +210,27 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.communicate()
 
+    def send(self, content: object) -> None:
+        """Send a message without waiting for a response. Raises ProcessEnded if the process does not read it."""
+        unsent, deadline = memoryview(runner.frame(content)), time.monotonic() + START_SECONDS
+        while unsent:
+            polled = select.poll()
+            polled.register(self._in, select.POLLOUT)
+            if not polled.poll(1000 * EXIT_SECONDS) and time.monotonic() > deadline:
+                raise ProcessEnded(f"its process read no message for {START_SECONDS:g} s", cause="time")
+            try:
+                unsent = unsent[os.write(self._in, unsent) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise self._end_error() from None
+
+    def receive(self, seconds: float) -> tuple[object] | None:
+        """Return the next message of the process in a tuple, or None if no message arrives within `seconds`. Raises
+        ProcessEnded if the process ended or sent something else."""
+        received = self._frame()
+        return self._poll(memoryview(b""), seconds)[1] if received is None else received
+
     def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
         """Send a message. Return the response, and the elapsed seconds in which the process could run. Time spent
         waiting for a busy CPU is not counted. `seconds` is the time limit.
@@ -200,6 +246,8 @@ class Child:
             unsent, answer = self._poll(unsent, clock.slice)
             counted = clock.counted_seconds()
             if answer is not None:
+                if self._unread:
+                    raise invalid_answer()
                 return answer[0], counted
             if counted > seconds and stop_seconds and not unsent:
                 unsent, stop_seconds, longest = memoryview(runner.frame(runner.STOP)), 0.0, seconds + stop_seconds
@@ -242,10 +290,9 @@ class Child:
         whole = runner.LENGTH_BYTES + size
         if len(self._unread) < runner.LENGTH_BYTES or (size <= MAX_FRAME and len(self._unread) < whole):
             return None
-        body, more = self._unread[runner.LENGTH_BYTES : whole], self._unread[whole:]
-        if size > MAX_FRAME or more:
+        if size > MAX_FRAME:
             raise invalid_answer()
-        self._unread = b""
+        body, self._unread = self._unread[runner.LENGTH_BYTES : whole], self._unread[whole:]
         try:
             return (json.loads(body),)
         except (ValueError, RecursionError):

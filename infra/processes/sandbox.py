@@ -86,9 +86,12 @@ def switches_user() -> bool:
     return any(int(first) <= NOBODY < int(first) + int(count) for first, _, count in ranges)
 
 
-def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
+def start_sandboxed(
+    command: Sequence[str], folders: Sequence[str], *, stderr: int | None, descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a Python command in a sandbox, with pipes as its stdin and stdout. The command can only read `folders` and
-    the folders of its Python. `stderr` is the target of its errors, as for Popen.
+    the folders of its Python. `stderr` is the target of its errors, as for Popen. The command inherits the open files
+    `descriptors`.
 
     Raises OSError if the operating system refuses to start the command or to map the user NOBODY.
     """
@@ -111,10 +114,12 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
         *("--remount-ro", "/", "--chdir", here if here in seen else "/tmp", "--"),
         *command,
     ]
-    return _start(_bubblewrap() or "bwrap", arguments, stderr=stderr)
+    return _start(_bubblewrap() or "bwrap", arguments, stderr=stderr, descriptors=descriptors)
 
 
-def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
+def _start(
+    bubblewrap: str, arguments: Sequence[str], *, stderr: int | None, descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start bubblewrap (the sandbox program) with a filter of system calls. If this process is root, the users root and
     NOBODY exist in the sandbox."""
     filter_file = os.memfd_create("filter")
@@ -135,7 +140,7 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
             env=ENVIRONMENT,
             bufsize=0,
             start_new_session=True,
-            pass_fds=theirs,
+            pass_fds=[*theirs, *descriptors],
         )
         while theirs:
             os.close(theirs.pop())  # only bubblewrap may have these ends, so that the pipes close if it dies

@@ -62,6 +62,8 @@ class RecordedTurn:
     """Number of tool calls in the turn."""
     errors: int = 0
     """Number of tool calls in the turn that could not be parsed."""
+    text: str = ""
+    """Text of the turn without its tool calls."""
 
 
 class EpisodeRecord:
@@ -104,10 +106,10 @@ class EpisodeRecord:
             )
             return extended
 
-    def count_calls(self, number: int, *, calls: int, errors: int) -> None:
-        """Record the number of tool calls in a turn, and how many of them could not be parsed."""
+    def describe_turn(self, number: int, *, text: str, calls: int = 0, errors: int = 0) -> None:
+        """Record the text of a turn, the number of its tool calls, and how many of them could not be parsed."""
         with self._lock:
-            self._turns[number] = replace(self._turns[number], calls=calls, errors=errors)
+            self._turns[number] = replace(self._turns[number], text=text, calls=calls, errors=errors)
 
     def drop_turn(self, number: int) -> None:
         """Remove a turn that has no tokens, because its request failed. Turns with tokens stay."""

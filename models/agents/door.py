@@ -56,6 +56,10 @@ class _Guest:
     episode: OpenEpisode
     num_open: int = 0
     """Number of open connections with this key."""
+    num_refused: int = 0
+    """Number of requests with this key that were refused."""
+    listener: asyncio.Server | None = None
+    """Server of the listener that accepts connections from the episode's sandbox, or None."""
     is_dismissed: bool = False
     unfinished: set[asyncio.Future[DoorReply]] = field(default_factory=set)
     """Answers that are being sampled."""
@@ -73,7 +77,9 @@ class _Guest:
             )
 
     def end(self) -> None:
-        """End all unfinished answers. Their requests receive status 409."""
+        """End all unfinished answers, whose requests receive status 409, and close the listener of a sandbox."""
+        if self.listener is not None:
+            self.listener.close()
         for answer in [*self.unfinished]:
             answer.cancel()
 
@@ -121,6 +127,26 @@ class Door:
         self._guests[_digest(key.encode())] = _Guest(episode)
         return key
 
+    def listen(self, listener: socket.socket, key: str) -> None:
+        """Also accept connections from a listener, such as one inside a sandbox, until the episode with this key is
+        dismissed. The door then closes the listener."""
+        guest = self._guests.get(_digest(key.encode()))
+        if guest is None:
+            listener.close()
+            return
+        serving = asyncio.run_coroutine_threadsafe(self._accept_from(listener), self._loop)
+        guest.listener = serving.result(timeout=END_SECONDS)
+
+    async def _accept_from(self, listener: socket.socket) -> asyncio.Server:
+        config, state = self._server.config, self._server.server_state
+        protocol = partial(LimitedConnection, config=config, server_state=state, app_state={})
+        return await self._loop.create_server(protocol, sock=listener)
+
+    def count_requests(self, key: str) -> tuple[int, int]:
+        """Return the numbers of open and of refused requests with a key."""
+        guest = self._guests.get(_digest(key.encode()))
+        return (0, 0) if guest is None else (guest.num_open, guest.num_refused)
+
     def dismiss(self, key: str) -> None:
         """Accept no more requests with a key. Its open requests end with status 409."""
         self._end(_digest(key.encode()))
@@ -159,7 +185,16 @@ class Door:
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(raw=scope["headers"])
-        guest, (method, path) = self._find_guest(headers), (scope["method"], scope["path"])
+        guest = self._find_guest(headers)
+        try:
+            await self._serve(guest, headers, scope, receive, send)
+        except (RefusedRequest, BodyRefused):
+            guest.num_refused += 1
+            raise
+
+    async def _serve(self, guest: _Guest, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with a valid key."""
+        method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/v1/models"):
             await JSONResponse(self._routes.list_models(guest.episode))(scope, receive, send)
             return

@@ -58,9 +58,11 @@ class AgentRoutes:
         [sampled] = self.sampler.sample(episode, [place], wish)
         turn, text = self._parse(sampled, parse, wish)
         number, calls = sampled.turn.number, turn.calls
-        episode.record.count_calls(number, calls=len(calls), errors=sum(bool(call.error) for call in calls))
+        errors = sum(bool(call.error) for call in calls)
+        episode.record.describe_turn(number, text=turn.text, calls=len(calls), errors=errors)
         answer = build_answer(turn, text, number=number)
         episode.chats.add(chat, answer, number)
+        episode.note_chat(number, (*chat.messages, answer))
         wants = {"logprobs": bool(request.logprobs), **_wants(request)}
         return chat_reply(self.head, sampled, answer, decode=build_token_decoder(self.form.tokenizer), wants=wants)
 
@@ -80,6 +82,8 @@ class AgentRoutes:
         )
         sampled = self.sampler.sample(episode, places, wish)
         texts = [self._cut(each.text, each, wish) for each in sampled]
+        for each, text in zip(sampled, texts, strict=True):
+            episode.record.describe_turn(each.turn.number, text=text)
         return text_reply(self.head, sampled, texts, wants=_wants(request))
 
     def answer_tokens(self, episode: OpenEpisode, request: TokenRequest) -> DoorReply:
@@ -94,7 +98,14 @@ class AgentRoutes:
             )
         place = self._read(lambda: match_tokens(episode.record, self._encode(request.token_ids)), param="token_ids")
         [sampled] = self.sampler.sample(episode, [place], SamplingWish(sampling.max_tokens, sampling.stops))
+        episode.record.describe_turn(sampled.turn.number, text=sampled.text)
         return token_reply(self.head, sampled)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens without special tokens."""
+        with self._text:
+            text: str = self.form.tokenizer.decode(tokens, skip_special_tokens=True)
+            return text
 
     def _read(self, read: Callable[[], _T], *, param: str) -> _T:
         """Return the result of `read`, which uses the tokenizer. Raises RefusedRequest for the field `param` if the

@@ -13,6 +13,7 @@ from rheostat.models.agents.branches import EpisodeRecord, Place, RecordedTurn
 from rheostat.models.agents.matching import ChatIndex
 from rheostat.models.agents.wire import RefusedRequest
 from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.data.problems import Message
 from rheostat.models.engines.protocol import Completion, Generate, Request
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
@@ -40,7 +41,7 @@ class TurnLimits:
     """Context length of the policy in tokens: maximum length of a turn and all tokens before it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class OpenEpisode:
     """Episode that a program drives: its seed, its limits, and the turns so far."""
 
@@ -52,6 +53,14 @@ class OpenEpisode:
     chats: ChatIndex = field(default_factory=ChatIndex)
     opening: Lock = field(default_factory=Lock, repr=False)
     """Lock that is held while turns are counted and opened."""
+    last_chat: tuple[int, tuple[Message, ...]] = (-1, ())
+    """Number of the last turn that answered a chat, and the messages of this chat with the answer."""
+
+    def note_chat(self, number: int, messages: tuple[Message, ...]) -> None:
+        """Record the chat that ends with the turn `number`, unless a later turn has answered a chat."""
+        with self.opening:
+            if number > self.last_chat[0]:
+                self.last_chat = number, messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,14 +43,12 @@ class Ending:
     """Messages of the conversation that ends with the last turn."""
 
 
-def fill(
-    record: EpisodeRecord, draft: PartialCompletion, ending: Ending, *, decode: Decode, read_turn: Decode
-) -> PartialCompletion:
+def fill(record: EpisodeRecord, draft: PartialCompletion, ending: Ending, *, decode: Decode) -> PartialCompletion:
     """Return the completion that stores the turns of a record. The last turn is the turn with the highest number.
 
-    `draft` contains the seed and the prompt of the episode. `decode` returns the text of tokens without special tokens,
-    and `read_turn` the text of one turn without its tool calls. Turns without tokens are left out. Without any turn,
-    the completion is empty, and an error is stored with an empty turn.
+    `draft` contains the seed and the prompt of the episode. `decode` returns the text of tokens without special tokens.
+    Turns without tokens are left out. Without any turn, the completion is empty, and an error is stored with an empty
+    turn.
     """
     row = _lay_out(record, draft)
     last = max((turn.number for turn in record.turns()), default=None)
@@ -60,7 +58,7 @@ def fill(
             reward=_reward_of(turn.order, ending, is_last=turn.order == last),
             error=(ending.error or None) if turn.order == last else None,
             replayed=turn.order in ending.replayed,
-            text=read_turn(record.turn(turn.order).tokens),
+            text=record.turn(turn.order).text,
         )
         for turn in row.turns
         if turn.order is not None
@@ -171,6 +169,7 @@ def _read_turns(draft: PartialCompletion) -> Iterator[RecordedTurn]:
                 finish_reason=FinishReason(turn.finish_reason or FinishReason.STOP),
                 calls=turn.calls,
                 errors=turn.errors,
+                text=turn.text or "",
             )
         begin = end + turn.observation
         context = completion[end:begin]

@@ -13,7 +13,6 @@ from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.attention import FLASH, KERNELS, describe_missing_package
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.engines import EngineSettings
-from rheostat.models.config.environments import EpisodeSettings
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.preferences import PreferencesConfig
@@ -67,7 +66,6 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
         yield from _find_replay_conflicts(job.rollout)
     if job.rollout.environment is not None:
         yield from job.rollout.environment.find_conflicts(job)
-        yield from _find_pace_conflicts(job.rollout.environment, job.rollout.engine)
     elif job.scoring.environment_rewards:
         [term, *_] = job.scoring.environment_rewards
         yield f"reward {term!r} needs an environment, but none is set. Set [rollout.environment], or remove the reward"
@@ -225,14 +223,6 @@ def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
         yield (
             "update.router_replay cannot be combined with rollout.environment, because earlier tokens are read again "
             "in each turn, each time with another choice of experts. Remove one of them"
-        )
-
-
-def _find_pace_conflicts(environment: EpisodeSettings, engine: EngineSettings) -> Iterator[str]:
-    if environment.pace == "free" and not engine.interleaves_episodes:
-        yield (
-            "rollout.environment.pace = 'free' needs an engine that batches concurrent calls, but rollout.engine.kind "
-            f"= {engine.label!r} does not. Remove the key, or use 'transformers' or 'vllm'"
         )
 
 

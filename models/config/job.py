@@ -27,9 +27,20 @@ class SamplingFacts(Protocol):
     def max_new_tokens(self) -> int: ...
 
 
+class EngineFacts(Protocol):
+    """Settings of an inference engine. `rheostat.models.config.engines.EngineSettings` implements it."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def interleaves_episodes(self) -> bool: ...
+
+
 class RolloutFacts(Protocol):
     """Settings of the rollout. `rheostat.models.config.rollout.RolloutConfig` implements it."""
 
+    @property
+    def engine(self) -> EngineFacts: ...
     @property
     def group_size(self) -> int: ...
     @property

@@ -201,6 +201,15 @@ class InterleavingEngine(GeneratesCompletions, Protocol):
 
 
 @runtime_checkable
+class StatesPlaces(Protocol):
+    """Rollout engine that states how many completions it decodes at the same time."""
+
+    @property
+    def places(self) -> int:
+        """Maximum number of completions that are decoded at the same time. Others wait."""
+
+
+@runtime_checkable
 class ContinuousEngine(Protocol):
     """Rollout engine that forms its batches from the requests of one call, and can also batch the concurrent calls of
     several threads."""

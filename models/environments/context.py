@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.episodes import SteppedEnvironment
 from rheostat.models.engines.protocol import Request
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.rollouts.groups import Group, PartialCompletion
@@ -168,7 +168,7 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
-def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
+def build_context_builder(settings: SteppedEnvironment, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
     """Build the context builder that `settings.history` selects. `form` is the policy's format of turns."""
     if settings.has_turn_prompts:
         return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))

@@ -14,7 +14,7 @@ from threading import Lock
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.environments.responders import TurnAnswer
 from rheostat.models.environments.user_view import Transcript, fill_instructions
 from rheostat.models.environments.users import LocalUser, RemoteUser, Reply, SimulatedUser

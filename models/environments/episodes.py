@@ -21,7 +21,7 @@ from typing import Final
 
 from rheostat.infra.processes.episodes import EnvironmentStep, EpisodeRequest
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.episodes import SteppedEnvironment
 from rheostat.models.config.rollout import PartialRollout
 from rheostat.models.data.problems import Message
 from rheostat.models.engines.protocol import Completion, Generate, GeneratesCompletions, InterleavingEngine, Request
@@ -99,7 +99,7 @@ class Episodes:
 
     engine: GeneratesCompletions
     environments: Responder
-    settings: EpisodeSettings
+    settings: SteppedEnvironment
     sampling: SamplingConfig
     version: int
     """Version of the policy that generates the turns."""

@@ -26,7 +26,8 @@ from rheostat.infra.processes.child import (
 )
 from rheostat.infra.processes.episodes import DescribedTools, EnvironmentStep, EpisodeProcess, EpisodeRequest
 from rheostat.infra.variants import implementation_of
-from rheostat.models.config.environments import EnvironmentSettings, McpEnvironment
+from rheostat.models.config.environments import McpEnvironment
+from rheostat.models.config.episodes import EnvironmentSettings
 from rheostat.models.environments.responders import TurnAnswer
 
 

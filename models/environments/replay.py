@@ -69,16 +69,18 @@ def replay(work: ReplayWork) -> list[Difference]:
     Raises BadInput if the environment cannot be used.
     """
     stored = _read_episodes(open_store(work.run_uri), work)
-    form, parse = read_turns(work.policy, work.environment)
-    answers = build_responder(work.environment)
+    environment = work.environment.stepped
+    assert environment is not None, "episodes of agents are not replayed"
+    form, parse = read_turns(work.policy, environment)
+    answers = build_responder(environment)
     episodes = Episodes(
         engine=_StoredTurns(stored, past=form.ends[0]),
         environments=answers,
-        settings=work.environment,
+        settings=environment,
         sampling=work.sampling,
         version=0,
         partial=None,
-        history=build_context_builder(work.environment, form, work.sampling.max_new_tokens),
+        history=build_context_builder(environment, form, work.sampling.max_new_tokens),
         form=form,
         parse=parse,
         clock=EnvironmentClock(),

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from rheostat.infra.plugins import find_target
 from rheostat.infra.processes.episodes import EnvironmentStep, EpisodeRequest
-from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.episodes import SteppedEnvironment
 from rheostat.models.records.versions import ModelVersion
 
 
@@ -64,7 +64,7 @@ class ResponderFactory(Protocol):
         """Create the responder. Raises BadInput if the environment cannot be used."""
 
 
-def build_responder(settings: EpisodeSettings) -> Responder:
+def build_responder(settings: SteppedEnvironment) -> Responder:
     """Create the component that answers turns in the configured environment. Raises BadInput if the environment cannot
     be used."""
     return cast(ResponderFactory, find_target(settings.responder, where=f"{settings.label!r}"))(settings)

@@ -12,7 +12,7 @@ from rheostat.infra.errors import BadInput, RheostatError
 from rheostat.infra.plugins import nearest_name
 from rheostat.infra.processes.child import RestartingProcess
 from rheostat.infra.processes.episodes import DescribedTools, EpisodeRequest
-from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.episodes import EpisodeSettings, SteppedEnvironment
 from rheostat.models.data.problems import Message, Problem
 from rheostat.models.engines.protocol import ContinuousEngine, Engine, GeneratesCompletions, InterleavingEngine
 from rheostat.models.engines.requests import end_tokens
@@ -41,7 +41,7 @@ class EnvironmentRuntime:
     The policy's turn format is read only once, because all policies of a run share their tokenizer.
     """
 
-    def __init__(self, settings: EpisodeSettings) -> None:
+    def __init__(self, settings: SteppedEnvironment) -> None:
         self._settings = settings
         self._answers = build_responder(settings)
         self._reading: tuple[TurnFormat, Parser] | None = None
@@ -101,7 +101,7 @@ class EnvironmentRuntime:
         self._answers.close()
 
 
-def _set_pace(engine: Engine, settings: EpisodeSettings) -> GeneratesCompletions:
+def _set_pace(engine: Engine, settings: SteppedEnvironment) -> GeneratesCompletions:
     """Return the engine, or an engine that batches the turns of independent episodes if `pace` is "free". Raises
     BadInput if the engine cannot batch them."""
     if settings.pace == "rounds" or isinstance(engine, InterleavingEngine):
@@ -114,7 +114,7 @@ def _set_pace(engine: Engine, settings: EpisodeSettings) -> GeneratesCompletions
     )
 
 
-def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -> tuple[ToolSchema, ...]:
+def tool_schemas(settings: SteppedEnvironment, describes: DescribedTools = "all") -> tuple[ToolSchema, ...]:
     """Start an environment and return the schemas of its tools. Empty if the environment is a model that plays the
     user.
 
@@ -132,17 +132,18 @@ def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -
 
 def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
     """Return the schemas of the environment's tools if the prompts are chats, which show the tools. Empty for
-    plain-text prompts or without an environment.
+    plain-text prompts, without an environment, or if a program requests the turns.
 
     Raises BadInput if the prompts are of the wrong kind (chats or plain text), if a problem has images but
     `history='per_turn'` is configured, if a problem names a tool that the environment lacks, or if the environment
     cannot be used.
     """
-    if settings is None:
+    stepped = None if settings is None else settings.stepped
+    if stepped is None:
         return ()
-    is_chat = settings.prompts == "chat"
+    is_chat = stepped.prompts == "chat"
     for problem in problems:
-        if settings.has_turn_prompts and problem.images:
+        if stepped.has_turn_prompts and problem.images:
             raise BadInput(
                 f"{problem.source}: the problem has {format_count(len(problem.images), 'image')}, but "
                 "rollout.environment.history = 'per_turn' supports text only. Use another history, or problems without "
@@ -155,7 +156,7 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
                 f"{kinds[1]}. Change the problems, or set rollout.environment.prompts = "
                 f"{'text' if is_chat else 'chat'!r}."
             )
-    schemas = tool_schemas(settings) if is_chat else ()
+    schemas = tool_schemas(stepped) if is_chat else ()
     names = [_tool_name(schema) for schema in schemas]
     for problem in problems if names else ():
         for tool in problem.template.tools:
@@ -176,7 +177,7 @@ def _tool_name(tool: ToolSchema) -> str:
 
 
 def check_turns(
-    settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
+    settings: SteppedEnvironment, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
     """Check before a run that the policy's turns can be parsed, and that an episode of `problem` can start. Raises
     BadInput if one of the checks fails."""
@@ -216,7 +217,7 @@ def _check_shown(form: TurnFormat) -> None:
         )
 
 
-def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, Parser]:
+def read_turns(directory: Path, settings: SteppedEnvironment) -> tuple[TurnFormat, Parser]:
     """Return the format of the policy's turns and the parser of its tool calls. `directory` contains the policy's
     tokenizer.
 
@@ -232,7 +233,7 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
     return form, check_arguments(parse, tools or _known_schemas(settings))
 
 
-def _known_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
+def _known_schemas(settings: SteppedEnvironment) -> tuple[ToolSchema, ...]:
     """Return the schemas of the environment's tools for checking the arguments of calls, if prompts do not show the
     tools. Returns no schemas if the environment cannot be started."""
     try:

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from rheostat.infra.errors import BadInput
 from rheostat.models.config.data import DataConfig
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.config.training import SupervisedWarmup
 from rheostat.models.data.examples import Example
 from rheostat.models.data.problems import Message, Problem, identity, load_problems

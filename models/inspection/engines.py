@@ -1,8 +1,9 @@
 """Checks of the inference engines and of the environment of a run."""
 
+from rheostat.models.config.agents import AgentEnvironment
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.engines import EngineSettings
-from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.episodes import SteppedEnvironment
 from rheostat.models.config.rollout import RolloutConfig
 from rheostat.models.config.users import UserModel
 from rheostat.models.inspection.facts import InputFacts
@@ -32,11 +33,18 @@ def estimate_memory(rollout: RolloutConfig, facts: InputFacts, where: str) -> Ch
     return CheckResult(facts=sizes)
 
 
-def check_turns(environment: EpisodeSettings, facts: InputFacts, where: str) -> None:
+def check_turns(environment: SteppedEnvironment, facts: InputFacts, where: str) -> None:
     """Raise BadInput if the policy's turns cannot be parsed, or if an episode of the first problem cannot start."""
     from rheostat.models.environments import runtime
 
     runtime.check_turns(environment, facts.tokenizer, facts.tools, facts.problems[0])
+
+
+def check_agent(environment: AgentEnvironment, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if the agent cannot start, or if the policy's tool calls cannot be parsed."""
+    from rheostat.models.agents import runtime
+
+    runtime.check_agent(environment, facts.tokenizer, facts.problems)
 
 
 def check_user(user: UserModel, facts: InputFacts, where: str) -> CheckResult:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 from rheostat.infra.errors import BadInput
 from rheostat.infra.plugins import find_target
 from rheostat.infra.store.inputs import fetch_path
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.config.users import DirectoryUser, EndpointUser, TrainedUser
 from rheostat.models.data.problems import Problem
 from rheostat.models.environments.user_view import Transcript, build_problem_data, fill_instructions, user_texts

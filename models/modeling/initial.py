@@ -11,7 +11,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.inputs import fetch_path
 from rheostat.infra.variants import implementation_of
 from rheostat.models.config.data import DataConfig
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.config.judges import (
     DirectoryJudge,
     DirectoryRewardModel,

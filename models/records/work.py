@@ -10,7 +10,8 @@ from rheostat.models.config.algorithms import CriticConfig
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.config.environments import DialogueEnvironment, EnvironmentConfig
+from rheostat.models.config.environments import EnvironmentConfig
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.config.images import PixelLimits
 from rheostat.models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
 from rheostat.models.config.policy import PolicyConfig

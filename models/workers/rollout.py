@@ -28,7 +28,7 @@ from rheostat.models.engines.protocol import (
     VisionEngine,
     build_engine,
 )
-from rheostat.models.environments.runtime import EnvironmentRuntime
+from rheostat.models.environments.runtimes import build_runtime
 from rheostat.models.records.media import MEDIA, Media
 from rheostat.models.records.pictures import build_picture_table
 from rheostat.models.records.schemas import FinishReason
@@ -67,7 +67,7 @@ class RolloutWorker:
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
         if records_experts and isinstance(self._engine, RecordsExperts):
             self._engine.record_experts(True)
-        self._environment = None if environment is None else EnvironmentRuntime(environment)
+        self._environment = None if environment is None else build_runtime(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:

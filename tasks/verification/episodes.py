@@ -18,7 +18,7 @@ from rheostat.infra.processes.watch import run_watched
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import ShardRef, read_shard
-from rheostat.models.config.environments import EpisodeSettings
+from rheostat.models.config.episodes import EpisodeSettings
 from rheostat.models.records.replays import Difference, ReplayWork
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.records.versions import policy_of
@@ -74,6 +74,8 @@ def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
 def _reason_against(environment: EpisodeSettings | None) -> str:
     if environment is None:
         return "the run has no environment"
+    if environment.stepped is None:
+        return "agents run their own programs, which are not replayed"
     if environment.process is None:
         return "a model simulates the user, and its replies depend on the other requests of its batch"
     return ""

@@ -65,7 +65,9 @@ def sample_branches(worker, groups, work):
             requests.append(Request(row=group.prompt_row, inputs=inputs, seeds=seeds, max_tokens=8))
         answers = worker._engine.generate(requests, work.sampling)
         for (_, _, record), [completion] in zip(open_drafts, answers, strict=True):
-            record.extend_turn(record.num_requests - 1, completion, work.policy.version)
+            number = record.num_requests - 1
+            record.extend_turn(number, completion, work.policy.version)
+            record.describe_turn(number, text=completion.text)
     records = {id(draft): record for _, draft, record in open_drafts}
     return [
         replace(group, drafts=tuple(end_episode(draft, records.get(id(draft)), tokenizer) for draft in group.drafts))
@@ -81,7 +83,7 @@ def end_episode(draft, record, tokenizer):
 
     if record is None:
         failed = Ending(FinishReason.FAILED, error="exit code 3")
-        return fill(EpisodeRecord(), draft, failed, decode=decode, read_turn=decode)
+        return fill(EpisodeRecord(), draft, failed, decode=decode)
     texts = [decode(record.turn(number).tokens) for number in BRANCHES[0]]
     ending = Ending(
         FinishReason.STOP,
@@ -90,7 +92,7 @@ def end_episode(draft, record, tokenizer):
         replayed=frozenset({1}),
         messages=tuple(ChatMessage(role="assistant", content=text, name=None) for text in texts),
     )
-    return fill(record, draft, ending, decode=decode, read_turn=decode)
+    return fill(record, draft, ending, decode=decode)
 
 
 @pytest.fixture(scope="module")

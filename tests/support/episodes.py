@@ -11,7 +11,8 @@ import torch
 from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
-from rheostat.models.config.environments import EpisodeSettings, TargetEnvironment
+from rheostat.models.config.environments import TargetEnvironment
+from rheostat.models.config.episodes import EpisodeSettings
 from rheostat.models.modeling.layout import lay_out
 from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
 from rheostat.models.modeling.policy import load_policy

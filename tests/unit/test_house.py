@@ -146,6 +146,7 @@ def test_one_file_opens_images_and_converts_them_to_rgb():
 
 
 WRITE_RAW = {
+    "infra/agent_runner.py": "an error of an agent, for its parent process",
     "flows/cli/passwords.py": "a password that Rheostat has generated",
     "infra/environments/find.py": "a program for another process",
     "infra/pools/forks.py": "messages about processes, in the log of a worker",

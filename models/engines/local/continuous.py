@@ -69,7 +69,7 @@ class ContinuousDecoder:
     """
 
     def __init__(self, policy: LoadedPolicy, *, places: int, on_step: Callable[[int], None]) -> None:
-        self._policy, self._places, self._on_step = policy, places, on_step
+        self._policy, self.places, self._on_step = policy, places, on_step
         self._changed = Condition()
         self._calls: set[_Call] = set()
         """Calls that have not returned."""
@@ -163,7 +163,7 @@ class ContinuousDecoder:
     def _take_rows(self, decoder: RowDecoder) -> list[tuple[_Call, CompletionRow]]:
         """Remove the rows that join the batch now from the waiting rows, and return them."""
         with self._changed:
-            count, free = len(self._waiting), self._places - decoder.num_alive
+            count, free = len(self._waiting), self.places - decoder.num_alive
             is_due = count >= _JOIN_SHARE * decoder.num_alive or self._delay >= _MAX_DELAY
             if not (count and free and is_due and decoder.admits_rows):
                 self._delay += bool(count)

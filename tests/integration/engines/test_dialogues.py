@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from rheostat.infra.store.bundles import publish_bundle
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.config.users import DirectoryUser, EndpointUser
 from rheostat.models.environments.user_view import Transcript
 from rheostat.models.environments.users import user_inputs

@@ -64,7 +64,7 @@ def record_turns(turns=TURNS, *, seed=DRAFT.seed):
     for parent, context, tokens, version in turns:
         number = record.open_turn(record.place_after(parent, context), seed=seed)
         record.extend_turn(number, sample_turn(tokens), version)
-        record.count_calls(number, calls=number, errors=number // 2)
+        record.describe_turn(number, text=f"turn {decode(tokens)}", calls=number, errors=number // 2)
     return record
 
 
@@ -73,7 +73,7 @@ def decode(tokens):
 
 
 def store(record, ending=DONE, draft=DRAFT):
-    return fill(record, draft, ending, decode=decode, read_turn=lambda tokens: f"turn {decode(tokens)}")
+    return fill(record, draft, ending, decode=decode)
 
 
 def build_rollouts(*drafts):

@@ -4,7 +4,7 @@ import pytest
 
 from rheostat.infra.errors import BadInput
 from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.config.environments import DialogueEnvironment
+from rheostat.models.config.episodes import DialogueEnvironment
 from rheostat.models.config.policy import ScratchPolicy
 from rheostat.models.config.training import SupervisedWarmup
 from rheostat.models.config.users import DirectoryUser, TrainedUser

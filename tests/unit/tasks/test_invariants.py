@@ -309,7 +309,7 @@ def write_episode(row: dict[str, object], turns=ALL_TURNS, *, reason: FinishReas
         record.open_turn(record.place_after(parent, context), seed=row["seed"])
         record.extend_turn(number, Completion((20 + number,), (-0.5,), "", FinishReason.STOP), version)
     draft = PartialCompletion(seed=row["seed"], input=ModelInput.from_prompt([1]))
-    filled = fill(record, draft, Ending(reason), decode=str, read_turn=str)
+    filled = fill(record, draft, Ending(reason), decode=str)
     [made] = build_table([Group(0, "", "", "", (filled,))]).to_pylist()
     names = ("prompt_tokens", "completion_tokens", "logprobs", "segments", "turns", "finish_reason")
     row.update({name: made[name] for name in names})

@@ -1,0 +1,236 @@
+"""Processes in which agents run. An agent is a function or a program of the user that uses the policy through OpenAI's
+API, in one process per episode (infra/agent_runner.py).
+
+Without a sandbox, one process imports the function, and the agents are forked from it. With a sandbox, every agent has
+a sandbox of its own, so that agents cannot reach each other. From inside a sandbox, only the policy can be reached.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from rheostat.infra.errors import BadInput, WorkerFailed
+from rheostat.infra.processes import guard
+from rheostat.infra.processes.child import START_SECONDS, Child, Interpreter, ProcessEnded, invalid_answer
+
+PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "USER", "SSL_CERT_FILE", "LD_LIBRARY_PATH")
+"""Names of the environment variables of this process that agents without a sandbox receive."""
+_CHANNEL_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunAgent:
+    """Description of the agent that a host process runs."""
+
+    where: str
+    """Start of error messages about the agent, such as the name of a setting."""
+    target: str = ""
+    """Import string `pkg.mod:function` of the agent's function, or an empty text if a command is run."""
+    options: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    command: tuple[str, ...] = ()
+    """Program and its arguments, if there is no function."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the agent, in addition to those of its process."""
+    memory_bytes: int = 1 << 31
+    """Maximum memory of all processes of an agent together."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOrder:
+    """Order to run the agent in one episode."""
+
+    episode: str
+    """Name of the episode. It must be unique among the running episodes."""
+    problem: Mapping[str, JsonValue]
+    seed: int
+    url: str
+    """Base URL of the policy for OpenAI clients."""
+    key: str
+    """API key with which the agent's requests are recognized."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """End of the agent of one episode."""
+
+    episode: str
+    result: JsonValue = None
+    """Value that the agent returned, or None."""
+    error: str = ""
+    """Reason why the agent failed, or an empty text."""
+    is_lost: bool = False
+    """Whether the host process ended, so that the agent is not known to be the cause."""
+
+
+_END: Final = TypeAdapter(AgentEnd)
+Listen = Callable[[str, socket.socket], None]
+"""Function that makes the server of the policy accept connections from the listener in the sandbox of an episode. The
+server then owns the listener."""
+
+
+class _Host:
+    """Process that starts agents."""
+
+    def __init__(self, agent: RunAgent, interpreter: Interpreter, home: Path) -> None:
+        """Start the process. `home` is the directory for the agents' files."""
+        channels = socket.socketpair() if interpreter.sandboxed else ()
+        order: dict[str, Any] = asdict(agent) | {
+            "home": "/tmp" if channels else str(home),
+            "channel": channels[1].fileno() if channels else None,
+        }
+        own = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        self._channel = channels[0] if channels else None
+        self.child = Child(
+            {"agent": order},
+            interpreter,
+            what=agent.where,
+            seconds=_CHANNEL_SECONDS,
+            variables={**own, guard.SERVER: str(home)},
+            descriptors=[each.fileno() for each in channels[1:]],
+        )
+        for each in channels[1:]:
+            each.close()
+        self.orders: dict[str, AgentOrder] = {}
+        """Orders of the episodes that have not ended."""
+        self.is_ready = False
+        """Whether the process has imported the agent."""
+        self._port: int | None = None
+        self._what, self._began = agent.where, time.monotonic()
+        self.child.start()
+
+    def start(self, order: AgentOrder) -> None:
+        """Start the agent of an episode, as soon as the process has imported the agent."""
+        self.orders[order.episode] = order
+        if self.is_ready:
+            self._send(order)
+
+    def _send(self, order: AgentOrder) -> None:
+        content = asdict(order)
+        if self._port is not None:
+            content["url"] = f"http://127.0.0.1:{self._port}/v1"
+        self.child.send({"start": content})
+
+    def receive(self, listen: Listen) -> list[AgentEnd]:
+        """Return the ends of agents that the process has reported. Raises BadInput if the agent cannot be imported,
+        WorkerFailed if its import takes too long, and ProcessEnded if the process has ended."""
+        ends = []
+        while (message := self.child.receive(0)) is not None:
+            if self.is_ready:
+                ends.append(self._read_end(message[0]))
+            else:
+                self._become_ready(message[0], listen)
+        if not self.is_ready and time.monotonic() - self._began > START_SECONDS:
+            raise WorkerFailed(f"{self._what}: its import took over {START_SECONDS:g} s. Make it faster")
+        return ends
+
+    def _become_ready(self, description: object, listen: Listen) -> None:
+        if isinstance(description, str):
+            raise BadInput(description)
+        if not isinstance(description, list) or len(description) != 1:
+            raise invalid_answer()
+        if self._channel is not None:
+            self._channel.settimeout(_CHANNEL_SECONDS)
+            _, descriptors, _, _ = socket.recv_fds(self._channel, 64, 1)
+            if not descriptors or not isinstance(description[0], int):
+                raise invalid_answer()
+            self._port = description[0]
+            [episode] = self.orders
+            listen(episode, socket.socket(fileno=descriptors[0]))
+        self.is_ready = True
+        for order in self.orders.values():
+            self._send(order)
+
+    def _read_end(self, message: object) -> AgentEnd:
+        try:
+            end = _END.validate_python(message)
+            self.orders.pop(end.episode)
+        except (ValidationError, KeyError):
+            raise invalid_answer() from None
+        return end
+
+    def close(self) -> None:
+        """Kill the process and all its agents."""
+        self.child.kill()
+        if self._channel is not None:
+            self._channel.close()
+
+
+class AgentHosts:
+    """Processes that run the agents of a worker. The class is not safe for use by several threads."""
+
+    def __init__(self, agent: RunAgent, interpreter: Interpreter, home: Path) -> None:
+        self._agent, self._interpreter, self._home = agent, interpreter, home
+        self._hosts: dict[str, _Host] = {}
+        """Host processes: one for each episode if agents are sandboxed, else a single one with an empty name."""
+
+    def start(self, order: AgentOrder) -> None:
+        """Start the agent of an episode."""
+        name = order.episode if self._interpreter.sandboxed else ""
+        if name not in self._hosts:
+            self._hosts[name] = _Host(self._agent, self._interpreter, self._home)
+        with contextlib.suppress(ProcessEnded):  # `wait` reports it
+            self._hosts[name].start(order)
+
+    def check(self) -> None:
+        """Import the agent. Raises BadInput if it cannot be used."""
+        self._hosts[""] = host = _Host(self._agent, replace(self._interpreter, sandboxed=False), self._home)
+        while not host.is_ready:
+            _wait_for([host], POLL_SECONDS)
+            try:
+                host.receive(lambda _, listener: listener.close())
+            except ProcessEnded as end:
+                raise BadInput(f"{self._agent.where}: importing the agent failed: {end}. Correct the module") from None
+
+    def has_started(self, episode: str) -> bool:
+        """Return whether the agent of an episode has been started, after its import."""
+        host = self._hosts.get(episode if self._interpreter.sandboxed else "")
+        return host is not None and host.is_ready
+
+    def stop(self, episode: str) -> None:
+        """Kill the agent of an episode. `wait` still returns its end, unless it is sandboxed."""
+        if self._interpreter.sandboxed:
+            if (host := self._hosts.pop(episode, None)) is not None:
+                host.close()
+        elif "" in self._hosts:
+            with contextlib.suppress(ProcessEnded):
+                self._hosts[""].child.send({"stop": episode})
+
+    def wait(self, seconds: float, listen: Listen) -> list[AgentEnd]:
+        """Wait for at most `seconds`, and return the ends of agents. Raises BadInput if the agent cannot be imported,
+        and WorkerFailed if its import takes too long."""
+        _wait_for(self._hosts.values(), seconds)
+        return [end for name in [*self._hosts] for end in self._receive(name, listen)]
+
+    def _receive(self, name: str, listen: Listen) -> list[AgentEnd]:
+        host = self._hosts[name]
+        try:
+            ends = host.receive(listen)
+        except (ProcessEnded, OSError) as error:
+            self._hosts.pop(name).close()
+            return [AgentEnd(episode, error=f"{error}", is_lost=True) for episode in host.orders]
+        if name and ends:
+            self._hosts.pop(name).close()
+        return ends
+
+    def close(self) -> None:
+        """Kill all agents and their host processes."""
+        while self._hosts:
+            self._hosts.popitem()[1].close()
+
+
+def _wait_for(hosts: Iterable[_Host], seconds: float) -> None:
+    """Wait for at most `seconds` until one of the processes has sent a message or has ended."""
+    polled = select.poll()
+    for host in hosts:
+        polled.register(host.child.output, select.POLLIN)
+    polled.poll(1000 * seconds)

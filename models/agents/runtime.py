@@ -1,0 +1,220 @@
+"""Agents of a rollout worker, which run the episodes of rollout shards with the worker's engine."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from transformers import PreTrainedTokenizerFast
+
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.agents import AgentHosts, RunAgent
+from rheostat.infra.processes.child import Interpreter, user_interpreter
+from rheostat.infra.processes.guard import guarded_directory
+from rheostat.models.agents.episodes import AgentEpisodes
+from rheostat.models.agents.replies import ReplyHead
+from rheostat.models.agents.routes import AgentRoutes
+from rheostat.models.agents.sampler import TurnLimits, TurnSampler
+from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.data.problems import Problem
+from rheostat.models.engines.protocol import (
+    Completion,
+    ContinuousEngine,
+    Engine,
+    Generate,
+    InterleavingEngine,
+    Request,
+    StatesPlaces,
+)
+from rheostat.models.engines.requests import context_of, generation_settings, stated_ends
+from rheostat.models.environments.clock import EnvironmentClock
+from rheostat.models.records.versions import ModelVersion
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.rollouts.groups import Group, PartialCompletion
+from rheostat.models.text.calls import build_parser
+from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.text.turns import TurnFormat, turn_format
+
+MODEL: Final = "policy"
+"""Name of the policy in the answers to agents."""
+PLACES: Final = 256
+"""Number of completions that an engine is assumed to decode at the same time if it does not state the number."""
+
+
+class AgentRuntime:
+    """Agents of a rollout worker. The processes from which agents are started are kept between shards."""
+
+    def __init__(self, settings: AgentEnvironment) -> None:
+        self._settings = settings
+        self._opened = ExitStack()
+        self._hosts: AgentHosts | None = None
+        self._form: tuple[TurnFormat, int | None] | None = None
+        self._clock = EnvironmentClock()
+        self._names = map(str, count())
+        self.progress = 0
+        """Number of finished episodes and of intervals in which an agent was within its time limit."""
+
+    def load(self, directory: Path, user: ModelVersion, /) -> None:
+        """Raise BadInput, because no model plays the user."""
+        raise BadInput(
+            f"{self._settings.run.where}: a model was loaded for this environment, but only environments with a "
+            "simulated user (kind 'dialogue') use a model"
+        )
+
+    def run_episodes(
+        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
+    ) -> list[Group]:
+        """Run each unfinished completion of the groups as an episode of the agent. `directory` contains the policy's
+        tokenizer. Raises BadInput if the agent or the engine cannot be used."""
+        if self._form is None:
+            self._form = read_form(directory), context_of(directory)
+        form, context = self._form
+        interleaving = _find_interleaving(engine)
+
+        def run(generate: Generate) -> list[Group]:
+            guarded = _GuardedGenerate(generate, self._clock)
+            sampler = TurnSampler(guarded, work.sampling, work.policy.version)
+            settings, head = self._settings, ReplyHead(MODEL, created=0)
+            episodes = AgentEpisodes(
+                settings=settings,
+                hosts=self._open_hosts(),
+                routes=AgentRoutes(sampler, form, head, parser=settings.parser, history=settings.history),
+                find_limits=partial(find_limits, settings, work.sampling, context),
+                places=interleaving.places if isinstance(interleaving, StatesPlaces) else PLACES,
+                names=self._names,
+                on_progress=self._advance,
+                find_failure=lambda: guarded.failure,
+            )
+            return episodes.complete(groups)
+
+        with self._clock.measure_idle():
+            return interleaving.run_interleaved(run)
+
+    def pop_times(self) -> dict[str, float]:
+        """Return the seconds in which no turn was generated since the last call."""
+        return self._clock.pop_times()
+
+    def sleep(self) -> None:
+        """Do nothing, because agents use no GPU memory of this worker."""
+
+    def close(self) -> None:
+        """End all agents and their processes."""
+        if self._hosts is not None:
+            self._hosts.close()
+        self._hosts = None
+        self._opened.close()
+
+    def _advance(self) -> None:
+        self.progress += 1
+
+    def _open_hosts(self) -> AgentHosts:
+        if self._hosts is None:
+            agent, interpreter = describe_agent(self._settings)
+            self._hosts = AgentHosts(agent, interpreter, self._opened.enter_context(guarded_directory("rheostat-")))
+        return self._hosts
+
+
+class _GuardedGenerate:
+    """Function `generate` for the requests of agents. It measures the time in which no turn is generated, and keeps the
+    first error of the engine, with which all episodes end."""
+
+    def __init__(self, generate: Generate, clock: EnvironmentClock) -> None:
+        self._generate, self._clock = generate, clock
+        self.failure: BaseException | None = None
+        """First error that the engine has raised, or None."""
+
+    def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Generate completions."""
+        try:
+            with self._clock.pause_idle():
+                return self._generate(requests, sampling)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+
+
+def find_limits(
+    settings: AgentEnvironment, sampling: SamplingConfig, context: int | None, draft: PartialCompletion
+) -> TurnLimits:
+    """Return the limits on the requests of an episode. `context` is the context length of the policy in tokens, and
+    `draft` contains the rendered prompt of the problem.
+
+    A turn and all tokens before it may together be as long as the prompt and `sampling.max_new_tokens`, because
+    training reserves memory for this length.
+    """
+    longest = draft.input.num_prompt_tokens + sampling.max_new_tokens
+    return TurnLimits(
+        turn_tokens=settings.turn_tokens,
+        episode_tokens=settings.episode_tokens,
+        requests=settings.max_requests,
+        concurrent=settings.concurrent_requests,
+        context=longest if context is None else min(longest, context),
+    )
+
+
+def read_form(directory: Path) -> TurnFormat:
+    """Return the format of the policy's turns. `directory` contains the policy's tokenizer."""
+    tokenizer = load_tokenizer(directory)
+    ends = stated_ends(generation_settings(directory))
+    return turn_format(tokenizer, stated=ends, is_chat=bool(tokenizer.chat_template))
+
+
+def describe_agent(settings: AgentEnvironment) -> tuple[RunAgent, Interpreter]:
+    """Return the description of the configured agent and the interpreter of its host processes. Raises BadInput if an
+    environment variable, the interpreter, the program or the sandbox is missing."""
+    where = settings.run.where
+    for name in settings.variables:
+        if name not in os.environ:
+            raise BadInput(
+                f"rollout.environment.variables: the environment variable {name!r} is not set. Set it before you start "
+                "the run, or remove its name"
+            )
+    if settings.command and shutil.which(settings.command[0]) is None:
+        raise BadInput(f"{where}: there is no program {settings.command[0]!r} on the PATH. Install it, or correct it")
+    agent = RunAgent(
+        where,
+        target=settings.run.target,
+        options=settings.options,
+        command=settings.command,
+        variables={name: os.environ[name] for name in settings.variables},
+        memory_bytes=settings.memory_mib << 20,
+    )
+    python = user_interpreter(settings.python, sandbox=settings.sandboxed_by, where="rollout.environment.python")
+    return agent, python
+
+
+def check_agent(settings: AgentEnvironment, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> None:
+    """Raise BadInput if the agent cannot be imported, if tool calls of the policy cannot be parsed, or if a problem has
+    images."""
+    for problem in problems:
+        if problem.images:
+            raise BadInput(
+                f"{problem.source}: the problem has {format_count(len(problem.images), 'image')}, but "
+                "rollout.environment.kind = 'agent' supports text only. Use problems without images."
+            )
+    build_parser(settings.parser, tokenizer, tools=())
+    agent, interpreter = describe_agent(settings)
+    with guarded_directory("rheostat-") as home:
+        hosts = AgentHosts(agent, interpreter, home)
+        try:
+            hosts.check()
+        finally:
+            hosts.close()
+
+
+def _find_interleaving(engine: Engine) -> InterleavingEngine:
+    """Return an engine that batches concurrent calls. Raises BadInput if the engine cannot batch them."""
+    if isinstance(engine, InterleavingEngine):
+        return engine
+    if isinstance(engine, ContinuousEngine):
+        return engine.batch_continuously()
+    raise BadInput(
+        f"rollout.environment.kind = 'agent' needs an engine that batches concurrent calls, but {engine.producer()} "
+        "has neither the method `run_interleaved` nor `batch_continuously`. Use another rollout.engine.kind"
+    )

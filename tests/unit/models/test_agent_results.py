@@ -1,0 +1,53 @@
+"""Results of agents, and the limits of an episode."""
+
+import pytest
+
+from rheostat.models.agents.episodes import read_result
+from rheostat.models.agents.runtime import find_limits
+from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.rollouts.groups import PartialCompletion
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (None, (None, {})),
+        (2, (2.0, {})),
+        ({}, (None, {})),
+        ({"reward": 0.5}, (0.5, {})),
+        ({"reward": None, "rewards": {"0": 1, "12": -0.5}}, (None, {0: 1.0, 12: -0.5})),
+    ],
+)
+def test_rewards_are_read_from_the_result_of_an_agent(result, expected):
+    assert read_result(result) == expected
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (True, "must return None, a number or an object, but it returned True"),
+        ("1", "must return None, a number or an object, but it returned '1'"),
+        ([1], r"must return None, a number or an object, but it returned \[1\]"),
+        (float("nan"), "the result of the agent must be a finite number, but it is nan"),
+        (10**400, "the result of the agent must be a finite number"),
+        ({"reward": "1"}, "reward of the agent must be a finite number, but it is '1'"),
+        ({"reward": False}, "reward of the agent must be a finite number, but it is False"),
+        ({"score": 1}, "unknown key 'score'"),
+        ({"rewards": {"first": 1}}, "keys are numbers of requests"),
+        ({"rewards": {"-1": 1}}, "keys are numbers of requests"),
+        ({"rewards": [1]}, "keys are numbers of requests"),
+        ({"rewards": {"0": None}}, r"rewards\[0\] of the agent must be a finite number"),
+    ],
+)
+def test_results_of_another_form_are_refused(result, message):
+    with pytest.raises(ValueError, match=message):
+        read_result(result)
+
+
+def test_a_turn_and_the_tokens_before_it_are_no_longer_than_training_allows():
+    draft = PartialCompletion(seed=0, input=ModelInput.from_prompt([1, 2, 3]))
+    settings, sampling = AgentEnvironment(target="a:b"), SamplingConfig(max_new_tokens=300)
+    assert find_limits(settings, sampling, None, draft).context == 303
+    assert find_limits(settings, sampling, 200, draft).context == 200
