@@ -162,6 +162,7 @@ class Door:
         guest = self._guests.pop(digest, None)
         if guest is not None:
             guest.is_dismissed = True
+            guest.episode.abandoned.set()
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(guest.end)
 

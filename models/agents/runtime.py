@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -78,7 +79,7 @@ class AgentRuntime:
         interleaving = _find_interleaving(engine)
 
         def run(generate: Generate) -> list[Group]:
-            guarded = _GuardedGenerate(generate, self._clock)
+            guarded = GuardedGenerate(generate, self._clock)
             sampler = TurnSampler(guarded, work.sampling, work.policy.version)
             settings, head = self._settings, ReplyHead(MODEL, created=0)
             episodes = AgentEpisodes(
@@ -120,7 +121,7 @@ class AgentRuntime:
         return self._hosts
 
 
-class _GuardedGenerate:
+class GuardedGenerate:
     """Function `generate` for the requests of agents. It measures the time in which no turn is generated, and keeps the
     first error of the engine, with which all episodes end."""
 
@@ -134,6 +135,8 @@ class _GuardedGenerate:
         try:
             with self._clock.pause_idle():
                 return self._generate(requests, sampling)
+        except CancelledError:  # the episode has ended
+            raise
         except BaseException as error:
             self.failure = self.failure or error
             raise

@@ -6,7 +6,7 @@ This module does not import torch.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import Final
 
 from rheostat.models.agents.branches import EpisodeRecord, Place, RecordedTurn
@@ -53,6 +53,8 @@ class OpenEpisode:
     chats: ChatIndex = field(default_factory=ChatIndex)
     opening: Lock = field(default_factory=Lock, repr=False)
     """Lock that is held while turns are counted and opened."""
+    abandoned: Event = field(default_factory=Event, repr=False)
+    """Event that is set when the episode has ended, so that the engine need not finish its turns."""
     last_chat: tuple[int, tuple[Message, ...]] = (-1, ())
     """Number of the last turn that answered a chat, and the messages of this chat with the answer."""
 
@@ -112,6 +114,7 @@ class TurnSampler:
                     inputs=(ModelInput.from_prompt(episode.record.context_of(number)),),
                     seeds=(episode.record.turn(number).seed,),
                     max_tokens=limit,
+                    abandoned=episode.abandoned,
                 )
                 for number, limit in zip(numbers, limits, strict=True)
             ]

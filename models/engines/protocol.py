@@ -5,6 +5,7 @@ engine from its settings. This module does not import torch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from rheostat.infra.errors import BadInput
@@ -34,6 +35,9 @@ class Request:
     """Number of new tokens after which a completion is cut and continues in the next iteration. None means no limit."""
     max_tokens: int | None = None
     """Maximum length of a completion in tokens, or None to use `max_new_tokens` of the sampling configuration."""
+    abandoned: Event | None = field(default=None, compare=False, repr=False)
+    """Event that is set when nobody needs the completions any more. An engine may then end the call with
+    `concurrent.futures.CancelledError`."""
 
     @property
     def num_prompt_tokens(self) -> int:

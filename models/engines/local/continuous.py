@@ -34,7 +34,8 @@ class _Call:
 
     sampling: SamplingConfig
     num_rows: int
-    abandoned: Event | None
+    abandoned: tuple[Event, ...]
+    """Events of the requests. The call is abandoned when one of them is set."""
     """Event that is set when nobody waits for the rows any more, or None if somebody always waits."""
     finished: dict[tuple[int, int], Completion] = field(default_factory=dict)
     """Completions of the finished rows, by index of the request and index of the sample."""
@@ -109,14 +110,12 @@ class ContinuousDecoder:
             unfinished = sum(call.num_rows - len(call.finished) for call in self._calls)
             return EngineLoad(decoding=unfinished - len(self._waiting), waiting=len(self._waiting))
 
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingConfig, *, abandoned: Event | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Generate completions, in any thread, together with those of other calls. Returns one list per request, in
         order, with one completion per seed of the request.
 
-        Set the event `abandoned` if nobody needs the completions any more. The rows then leave the batch after the
-        current decoding step, and the call raises `concurrent.futures.CancelledError` unless it has finished.
+        If an event `abandoned` of the requests is set, the rows leave the batch after the current decoding step, and the
+        call raises `concurrent.futures.CancelledError` unless it has finished.
 
         Raises BadInput if a request does not fit into the policy's context, Quarantined if the policy computes a logit
         that is not finite, and WorkerAsleep if the decoder's block ends before the completions have finished.
@@ -125,7 +124,7 @@ class ContinuousDecoder:
         require_engine_room(requests, sampling, context=self._policy.context)
         if not (rows := build_rows(requests, longest=sampling.max_new_tokens)):
             return [[] for _ in requests]
-        call = _Call(sampling, len(rows), abandoned)
+        call = _Call(sampling, len(rows), tuple(each.abandoned for each in requests if each.abandoned is not None))
         with self._changed:
             if self._end is not None:
                 raise self._end
@@ -194,7 +193,7 @@ class ContinuousDecoder:
     def _drop_abandoned(self, decoder: RowDecoder) -> None:
         """Remove the rows of abandoned calls from the batch and from the waiting rows, and cancel the calls."""
         with self._changed:
-            ended = {call for call in self._calls if call.abandoned is not None and call.abandoned.is_set()}
+            ended = {call for call in self._calls if any(event.is_set() for event in call.abandoned)}
             if not ended:
                 return
             self._calls -= ended

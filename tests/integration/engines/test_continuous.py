@@ -275,11 +275,13 @@ def test_the_rows_of_an_abandoned_call_leave_the_batch_and_the_queue(num_dropped
     steps.actions[9] = abandoned.set
     kept, later = request(3, 11, group=7), request(7, 9, group=2)
     with steps.decoder(directory, places=7 + num_dropped) as decoder, ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(decoder.generate, [request(4, 20, group=num_dropped)], LONG, abandoned=abandoned)]
+        calls = [
+            threads.submit(decoder.generate, [replace(request(4, 20, group=num_dropped), abandoned=abandoned)], LONG)
+        ]
         assert steps.reached.wait(LIMIT)
-        joined = threads.submit(decoder.generate, [kept], LONG, abandoned=Event())
+        joined = threads.submit(decoder.generate, [replace(kept, abandoned=Event())], LONG)
         steps.wait_for_rows(7)
-        calls.append(threads.submit(decoder.generate, [request(6, 20, group=5)], LONG, abandoned=abandoned))
+        calls.append(threads.submit(decoder.generate, [replace(request(6, 20, group=5), abandoned=abandoned)], LONG))
         steps.wait_for_rows(12)
         last = threads.submit(decoder.generate, [later], LONG)
         for call in calls:

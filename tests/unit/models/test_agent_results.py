@@ -1,11 +1,14 @@
-"""Results of agents, and the limits of an episode."""
+"""Results of agents, the limits of an episode, and errors of the engine."""
+
+from concurrent.futures import CancelledError
 
 import pytest
 
 from rheostat.models.agents.episodes import read_result
-from rheostat.models.agents.runtime import find_limits
+from rheostat.models.agents.runtime import GuardedGenerate, find_limits
 from rheostat.models.config.agents import AgentEnvironment
 from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.environments.clock import EnvironmentClock
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.rollouts.groups import PartialCompletion
 
@@ -51,3 +54,14 @@ def test_a_turn_and_the_tokens_before_it_are_no_longer_than_training_allows():
     settings, sampling = AgentEnvironment(target="a:b"), SamplingConfig(max_new_tokens=300)
     assert find_limits(settings, sampling, None, draft).context == 303
     assert find_limits(settings, sampling, 200, draft).context == 200
+
+
+@pytest.mark.parametrize(("error", "is_failure"), [(CancelledError(), False), (RuntimeError("no memory"), True)])
+def test_only_errors_of_the_engine_end_all_episodes(error, is_failure):
+    def generate(requests, sampling):
+        raise error
+
+    guarded = GuardedGenerate(generate, EnvironmentClock())
+    with pytest.raises(type(error)):
+        guarded([], SamplingConfig())
+    assert (guarded.failure is error) == is_failure
