@@ -22,10 +22,10 @@ from rheostat.infra.processes.child import (
     Child,
     Interpreter,
     ProcessEnded,
-    RestartingProcess,
     check_answer,
     invalid_answer,
 )
+from rheostat.infra.processes.restarting import RestartingProcess
 from rheostat.infra.processes.sandbox import check_sandbox, program_limits, query_python
 from rheostat.infra.sandbox_runner import KILLED, STOPPED
 

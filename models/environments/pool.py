@@ -18,13 +18,12 @@ from typing import Any, Protocol, cast
 from rheostat.infra.errors import BadInput, WorkerLost
 from rheostat.infra.processes.child import (
     MAX_ENDS,
-    ChildProgram,
     ProcessEnded,
-    RestartingProcess,
     rheostat_interpreter,
     user_interpreter,
 )
 from rheostat.infra.processes.episodes import DescribedTools, EnvironmentStep, EpisodeProcess, EpisodeRequest
+from rheostat.infra.processes.restarting import ChildProgram, RestartingProcess
 from rheostat.infra.variants import implementation_of
 from rheostat.models.config.environments import McpEnvironment
 from rheostat.models.config.episodes import EnvironmentSettings

@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput, RheostatError
 from rheostat.infra.plugins import nearest_name
-from rheostat.infra.processes.child import RestartingProcess
 from rheostat.infra.processes.episodes import DescribedTools, EpisodeRequest
+from rheostat.infra.processes.restarting import RestartingProcess
 from rheostat.models.config.episodes import EpisodeSettings, SteppedEnvironment
 from rheostat.models.data.problems import Message, Problem
 from rheostat.models.engines.protocol import ContinuousEngine, Engine, GeneratesCompletions, InterleavingEngine

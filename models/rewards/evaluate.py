@@ -21,11 +21,11 @@ from rheostat.infra.errors import BadInput, WorkerLost
 from rheostat.infra.processes.child import (
     MAX_ENDS,
     ProcessEnded,
-    RestartingProcess,
     rheostat_interpreter,
     user_interpreter,
 )
 from rheostat.infra.processes.functions import CallResult, FunctionProcess, RunFunction
+from rheostat.infra.processes.restarting import RestartingProcess
 from rheostat.models.config.reward_terms import RuleReward, Segmentation
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.records.media import ImageSource

@@ -114,8 +114,8 @@ class ContinuousDecoder:
         """Generate completions, in any thread, together with those of other calls. Returns one list per request, in
         order, with one completion per seed of the request.
 
-        If an event `abandoned` of the requests is set, the rows leave the batch after the current decoding step, and the
-        call raises `concurrent.futures.CancelledError` unless it has finished.
+        If an event `abandoned` of the requests is set, the rows leave the batch after the current decoding step. The
+        call then raises `concurrent.futures.CancelledError` unless it has finished.
 
         Raises BadInput if a request does not fit into the policy's context, Quarantined if the policy computes a logit
         that is not finite, and WorkerAsleep if the decoder's block ends before the completions have finished.
