@@ -19,7 +19,7 @@ BOUNDED = {
     "models/engines/vllm/plugin/rheostat_completions.py: lines.get": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_http.py: asyncio.wait": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_http.py: sending.result": "is done",
-    "models/agents/door.py: answer.result.result": "is done",
+    "models/agents/door.py: answer.result": "is done",
     "models/text/chats.py: process.communicate": "is killed, or has ended its answers and is limited in CPU time",
     "infra/processes/child.py: self._process.communicate": "is killed",
     "models/environments/episodes.py: answering.result": "every step has its seconds",

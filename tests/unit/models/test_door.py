@@ -344,7 +344,7 @@ def test_a_foreign_key_is_refused_on_every_route(header):
         assert opened.policy.requests == []
 
 
-def test_a_key_reaches_only_the_record_of_its_own_episode():
+def test_a_key_reaches_only_the_record_of_one_episode():
     with open_door("a", "b") as opened:
         other = OpenEpisode(seed=9, limits=LIMITS)
         with opened.client_of(opened.door.admit(other)) as client:
@@ -505,7 +505,7 @@ def connect(opened):
     return socket.create_connection(("127.0.0.1", opened.door.port), timeout=20)
 
 
-def test_of_too_many_waiting_connections_the_oldest_are_closed_and_requests_are_answered(monkeypatch):
+def test_if_too_many_connections_wait_the_oldest_are_closed_and_requests_are_answered(monkeypatch):
     monkeypatch.setattr(rheostat.infra.http_guard, "MAX_WAITING", 3)
     with open_door("a", "b") as opened, ExitStack() as stack:
         opened.policy.gate.clear()
