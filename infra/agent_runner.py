@@ -1,5 +1,5 @@
 """Execution of agents in the process that runs users' code (infra/runner.py). An agent is a function or a program that
-uses the policy through OpenAI's API. Each episode runs in a process of its own, in an empty directory.
+uses the policy through OpenAI's API. Each episode runs in a separate process, in an empty directory.
 
 This file only imports files in the same folder. The parent process sends `{"start": …}` and `{"stop": episode}`, and
 receives `{"episode", "result", "error"}` when an agent has ended. All processes of an agent end with it. Their output
