@@ -4,7 +4,6 @@ This module does not import torch.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Final
@@ -14,7 +13,7 @@ from rheostat.models.agents.matching import ChatIndex
 from rheostat.models.agents.wire import RefusedRequest
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.problems import Message
-from rheostat.models.engines.protocol import Completion, Generate, Request
+from rheostat.models.engines.protocol import Generate, Request
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
@@ -92,7 +91,7 @@ class TurnSampler:
     log-probs belong to the distribution that is trained. Several threads may use it concurrently."""
 
     generate: Generate
-    """Function that generates completions and may be called by several threads, such as `SharedGenerate`."""
+    """Function that generates completions and may be called by several threads."""
     sampling: SamplingConfig
     version: int
     """Version of the policy."""
@@ -173,51 +172,3 @@ def _check_requests(episode: OpenEpisode, num_new: int) -> None:
             f"request needs {num_new} more",
             code=EPISODE_LIMIT,
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """Call that waits for the engine."""
-
-    requests: Sequence[Request]
-    sampling: SamplingConfig
-    result: Future[list[list[Completion]]] = field(default_factory=Future)
-
-
-class SharedGenerate:
-    """Function `generate` of an engine for concurrent calls of several threads. Calls that arrive while the engine is
-    busy are generated together in its next batch."""
-
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
-        self._engine = Lock()
-        self._waiting: list[_Job] = []
-        self._list = Lock()
-
-    def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Generate completions, possibly in a batch with the requests of other threads that use the same sampling."""
-        job = _Job(requests, sampling)
-        with self._list:
-            self._waiting.append(job)
-        with self._engine:
-            if not job.result.done():
-                self._run(self._take(sampling))
-        return job.result.result(timeout=0)
-
-    def _take(self, sampling: SamplingConfig) -> list[_Job]:
-        """Remove the waiting calls with this sampling from the list, and return them."""
-        with self._list:
-            alike = [job for job in self._waiting if job.sampling == sampling]
-            self._waiting = [job for job in self._waiting if job.sampling != sampling]
-            return alike
-
-    def _run(self, jobs: Sequence[_Job]) -> None:
-        """Generate the completions of several calls in one batch."""
-        try:
-            completions = iter(self._generate([each for job in jobs for each in job.requests], jobs[0].sampling))
-        except BaseException as error:
-            for job in jobs:
-                job.result.set_exception(error)
-            return
-        for job in jobs:
-            job.result.set_result([next(completions) for _ in job.requests])

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -12,9 +13,9 @@ from rheostat.infra.store.bundles import BundleRef
 from rheostat.models.agents.door import Door
 from rheostat.models.agents.replies import ReplyHead
 from rheostat.models.agents.routes import AgentRoutes
-from rheostat.models.agents.sampler import OpenEpisode, SharedGenerate, TurnLimits, TurnSampler
+from rheostat.models.agents.sampler import OpenEpisode, TurnLimits, TurnSampler
 from rheostat.models.config.policy_server import PolicyServer
-from rheostat.models.engines.protocol import build_engine
+from rheostat.models.engines.local.engine import HuggingFaceEngine
 from rheostat.models.engines.requests import context_of, generation_settings, stated_ends
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.text.calls import build_parser
@@ -29,7 +30,7 @@ _CONCURRENT: Final = 256
 
 
 class PolicyDoor:
-    """Door in front of one policy, with one key for all clients. Requests wait until the engine is free."""
+    """Door in front of one policy, with one key for all clients. Concurrent requests are decoded together."""
 
     def __init__(self, config: PolicyServer, directory: Path, *, port: int, key: str) -> None:
         """Load the policy and start the server. Raises BadInput if the policy cannot be used or the port is in use."""
@@ -42,9 +43,10 @@ class PolicyDoor:
         )
         if config.parser != "auto":  # found for the tools of each request
             _check_parser(config.parser, tokenizer)
-        self._engine = build_engine(config.engine)
-        self._engine.load(directory, ModelVersion(0, BundleRef(key="", digest="", bytes=0)))
-        sampler = TurnSampler(SharedGenerate(self._engine.generate), config.sampling, version=0)
+        self._engine = engine = HuggingFaceEngine(config.engine, adapter_rank=0)
+        engine.load(directory, ModelVersion(0, BundleRef(key="", digest="", bytes=0)))
+        self._decoder = engine.batch_continuously()
+        sampler = TurnSampler(self._decoder.generate, config.sampling, version=0)
         head = ReplyHead(directory.name, created=int(time.time()))
         routes = AgentRoutes(sampler, form, head, parser=config.parser, history=config.history)
         self._limits = TurnLimits(
@@ -55,7 +57,12 @@ class PolicyDoor:
             context=context_of(directory) or config.context,
         )
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self.door = Door(routes, port=port)
+        with ExitStack() as opened:
+            opened.callback(engine.close)
+            opened.enter_context(self._decoder)
+            self.door = Door(routes, port=port)
+            opened.callback(self.door.close)
+            self._opened = opened.pop_all()
         self.key = key
         self.forget()
 
@@ -64,15 +71,17 @@ class PolicyDoor:
         self._episode = OpenEpisode(self._seed, self._limits)
         self.door.admit(self._episode, key=self.key)
 
-    def limit_memory(self) -> None:
-        """Forget all turns if there are more than `MAX_TURNS`."""
+    def check(self) -> None:
+        """Forget all turns if there are more than `MAX_TURNS`. Raises the error with which the engine has failed, if
+        any."""
+        if self._decoder.failure is not None:
+            raise self._decoder.failure
         if self._episode.record.num_requests > MAX_TURNS:
             self.forget()
 
     def close(self) -> None:
         """Stop the server and release the policy."""
-        self.door.close()
-        self._engine.close()
+        self._opened.close()
 
 
 def _check_parser(name: str, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from rheostat.infra.errors import BadInput
+from rheostat.infra.errors import RheostatError
 from rheostat.infra.processes.watch import ended_by_signals
 from rheostat.infra.terminal import write, write_error
 from rheostat.models.config.policy_server import PolicyServerWork
@@ -21,7 +21,7 @@ POLL_SECONDS: Final = 1.0
 
 
 def serve(work: PolicyServerWork) -> None:
-    """Serve a policy until the process is interrupted."""
+    """Serve a policy until the process is interrupted. Raises the error with which the engine fails."""
     from rheostat.models.agents.server import PolicyDoor
 
     configured = os.environ.get(work.key_variable)
@@ -36,17 +36,17 @@ def serve(work: PolicyServerWork) -> None:
         write("\n".join(lines))
         while True:
             time.sleep(POLL_SECONDS)
-            served.limit_memory()
+            served.check()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code: 0 after an interrupt, 2 for wrong input."""
+    """Run the command and return its exit code: 0 after an interrupt, 2 for wrong input, 1 if the engine fails."""
     try:
         with ended_by_signals("rheostat: interrupted"):
             serve(PolicyServerWork.model_validate_json(arguments[0]))
-    except BadInput as error:
+    except RheostatError as error:
         write_error(f"rheostat: {' '.join(str(error).split())}")
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     return 0

@@ -8,7 +8,7 @@ import httpx
 from rheostat.models.agents.door import Door
 from rheostat.models.agents.replies import ReplyHead
 from rheostat.models.agents.routes import AgentRoutes
-from rheostat.models.agents.sampler import OpenEpisode, SharedGenerate, TurnLimits, TurnSampler
+from rheostat.models.agents.sampler import OpenEpisode, TurnLimits, TurnSampler
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.engines.protocol import Completion
 from rheostat.models.records.schemas import FinishReason
@@ -67,7 +67,7 @@ class OpenedDoor:
     def __init__(self, name, texts, limits, history):
         self.form = form_of(name)
         self.policy = ScriptedPolicy(self.form, texts)
-        sampler = TurnSampler(SharedGenerate(self.policy), SamplingConfig(temperature=0.7), version=3)
+        sampler = TurnSampler(self.policy, SamplingConfig(temperature=0.7), version=3)
         head = ReplyHead("policy", created=0)
         self.door = Door(AgentRoutes(sampler, self.form, head, parser="hermes", history=history))
         self.episode = OpenEpisode(seed=5, limits=limits)

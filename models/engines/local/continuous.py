@@ -104,6 +104,11 @@ class ContinuousDecoder:
             return work(self.generate)
 
     @property
+    def failure(self) -> BaseException | None:
+        """Error with which decoding has ended, or None while it goes on."""
+        return self._end
+
+    @property
     def load(self) -> EngineLoad:
         """Number of rows in the batch and number of waiting rows."""
         with self._changed:

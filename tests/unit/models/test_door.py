@@ -156,19 +156,6 @@ def test_the_model_list_states_the_context_length():
         assert (model["id"], model["max_model_len"]) == ("policy", LIMITS.context)
 
 
-def test_requests_that_wait_for_the_engine_are_generated_in_one_batch():
-    with open_door(*"abcd") as opened:
-        opened.policy.gate.clear()
-        threads = [threading.Thread(target=opened.chat, args=(user(f"Hi {n}."),)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: len(opened.door._routes.sampler.generate._waiting) == 3)
-        opened.policy.gate.set()
-        for thread in threads:
-            thread.join(20)
-        assert [len(batch) for batch, _ in opened.policy.batches] == [1, 3]
-
-
 # ---- programs
 TASK = [{"role": "user", "content": "What is 40+2?"}]
 FINAL = {**BASH, "function": {**BASH["function"], "name": "final_answer"}}
