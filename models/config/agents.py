@@ -15,8 +15,8 @@ from rheostat.models.config.job import Job
 
 
 class AgentEnvironment(EpisodeSettings):
-    """Program or function of the user that drives its own episode: it sends requests to the policy through OpenAI's API,
-    runs its own tools, and returns a reward."""
+    """Program or function of the user that drives its own episode: it sends requests to the policy through OpenAI's
+    API, runs its own tools, and returns a reward."""
 
     runtime = "rheostat.models.agents.runtime:AgentRuntime"
     checks = {"policy": "rheostat.models.inspection.engines:check_agent"}

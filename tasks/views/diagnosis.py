@@ -60,7 +60,7 @@ SYMPTOMS: Final = (
         WAITED,
         0.5,
         "Rollout workers were idle for {:.0%} of the time, waiting for environments. Use more episodes per shard "
-        "(rollout.shard_prompts), or set rollout.environment.batches = 2.",
+        "(rollout.shard_prompts). If environments reply to turns, you can also set rollout.environment.batches = 2.",
     ),
     Symptom(
         "credit/truncated_fraction",
