@@ -20,7 +20,9 @@ from rheostat.infra.errors import WorkerLost
 from rheostat.infra.plugins import nearest_name
 from rheostat.infra.processes.agents import AgentEnd, AgentHosts, AgentOrder
 from rheostat.infra.processes.child import MAX_ENDS
+from rheostat.models.agents.branches import EpisodeRecord
 from rheostat.models.agents.door import Door
+from rheostat.models.agents.journal import EndedEpisode, EpisodeJournal
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits
 from rheostat.models.agents.stored_branches import Ending, fill
@@ -58,6 +60,11 @@ class _Episode:
     """Reasons why earlier runs of the agent were lost."""
 
     @property
+    def label(self) -> str:
+        """Name of the episode in the journal."""
+        return f"{self.group.prompt_row}-{self.index[1]}"
+
+    @property
     def recorded(self) -> OpenEpisode:
         """Turns that the running agent has requested."""
         assert self.open is not None, "the agent was started"
@@ -81,6 +88,8 @@ class AgentEpisodes:
     """Function that is called when an episode advances without the engine."""
     find_failure: Callable[[], BaseException | None]
     """Function that returns an error of the engine, with which all episodes end, or None."""
+    journal: EpisodeJournal
+    """Journal of the shard, from which ended episodes are taken."""
     _live: dict[str, _Episode] = field(default_factory=dict)
     """Episodes whose agents run, by the name of the agent."""
 
@@ -91,11 +100,11 @@ class AgentEpisodes:
         Raises BadInput if the agent cannot be used, WorkerLost if its processes are repeatedly ended from outside, and
         every error of the engine.
         """
-        drafts = [list(group.drafts) for group in groups]
+        drafts = [[self._read_ended(group, sample) for sample in range(len(group.drafts))] for group in groups]
         waiting = deque(
             _Episode(group, draft, (place, sample))
             for place, group in enumerate(groups)
-            for sample, draft in enumerate(group.drafts)
+            for sample, draft in enumerate(drafts[place])
             if draft.finish_reason is FinishReason.CUT
         )
         door = Door(self.routes)
@@ -116,6 +125,13 @@ class AgentEpisodes:
             door.close()
         return [replace(group, drafts=tuple(new)) for group, new in zip(groups, drafts, strict=True)]
 
+    def _read_ended(self, group: Group, sample: int) -> PartialCompletion:
+        """Return a completion as it is in the journal if its episode has ended there, else unchanged."""
+        draft, ended = group.drafts[sample], self.journal.ended.get(f"{group.prompt_row}-{sample}")
+        if ended is None:
+            return draft
+        return fill(EpisodeRecord(ended.turns), draft, ended.ending, decode=self.routes.decode)
+
     def _has_room(self, door: Door) -> bool:
         """Return whether another agent may start. No agent starts while as many turns are being generated, or agents
         have not sent their first request, as the engine decodes at the same time."""
@@ -130,7 +146,10 @@ class AgentEpisodes:
     def _start(self, episode: _Episode, door: Door) -> None:
         """Start the agent of an episode, with no turns."""
         episode.open = OpenEpisode(
-            seed=episode.draft.seed, limits=self.find_limits(episode.draft), row=episode.group.prompt_row
+            seed=episode.draft.seed,
+            limits=self.find_limits(episode.draft),
+            row=episode.group.prompt_row,
+            answers=self.journal.answers_of(episode.label),
         )
         episode.seconds, episode.name, episode.key = 0.0, next(self.names), door.admit(episode.open)
         self._live[episode.name] = episode
@@ -207,9 +226,12 @@ class AgentEpisodes:
 
     def _fill(self, episode: _Episode, ending: Ending) -> PartialCompletion:
         """Return the completion that stores the turns of an episode."""
-        messages = _store_messages(episode.recorded.last_chat[1])
-        ending = replace(ending, messages=messages)
-        return fill(episode.recorded.record, episode.draft, ending, decode=self.routes.decode)
+        opened = episode.recorded
+        messages, replayed = _store_messages(opened.last_chat[1]), frozenset(opened.replayed)
+        ending = replace(ending, messages=messages, replayed=replayed)
+        record = EpisodeRecord(opened.record.turns())
+        self.journal.add_ended(episode.label, EndedEpisode.of(record.turns(), ending))
+        return fill(record, episode.draft, ending, decode=self.routes.decode)
 
 
 def read_result(result: JsonValue) -> tuple[float | None, dict[int, float]]:

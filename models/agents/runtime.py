@@ -17,7 +17,9 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.processes.agents import AgentHosts, RunAgent
 from rheostat.infra.processes.child import Interpreter, user_interpreter
 from rheostat.infra.processes.guard import guarded_directory
+from rheostat.infra.store.contracts import Objects
 from rheostat.models.agents.episodes import AgentEpisodes
+from rheostat.models.agents.journal import EpisodeJournal
 from rheostat.models.agents.replies import ReplyHead
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import TurnLimits, TurnSampler
@@ -58,6 +60,7 @@ class AgentRuntime:
         self._form: tuple[TurnFormat, int | None] | None = None
         self._clock = EnvironmentClock()
         self._names = map(str, count())
+        self._journal: EpisodeJournal | None = None
         self.progress = 0
         """Number of finished episodes and of intervals in which an agent was within its time limit."""
 
@@ -69,16 +72,21 @@ class AgentRuntime:
         )
 
     def run_episodes(
-        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
+        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path, store: Objects
     ) -> list[Group]:
         """Run each unfinished completion of the groups as an episode of the agent. `directory` contains the policy's
-        tokenizer. Raises BadInput if the agent or the engine cannot be used."""
+        tokenizer, and `store` the journals of shards. Raises BadInput if the agent or the engine cannot be used."""
+        self._delete_journal()
+        journal = EpisodeJournal(store, work, self._settings)
+        num_runs = count()
         if self._form is None:
             self._form = read_form(directory), context_of(directory)
         form, context = self._form
         interleaving = _find_interleaving(engine)
 
         def run(generate: Generate) -> list[Group]:
+            if next(num_runs):
+                journal.delete()  # the engine had generated with other weights
             guarded = GuardedGenerate(generate, self._clock)
             sampler = TurnSampler(guarded, work.sampling, work.policy.version)
             settings, head = self._settings, ReplyHead(MODEL, created=0)
@@ -91,11 +99,14 @@ class AgentRuntime:
                 names=self._names,
                 on_progress=self._advance,
                 find_failure=lambda: guarded.failure,
+                journal=journal,
             )
             return episodes.complete(groups)
 
         with self._clock.measure_idle():
-            return interleaving.run_interleaved(run)
+            completed = interleaving.run_interleaved(run)
+        self._journal = journal
+        return completed
 
     def pop_times(self) -> dict[str, float]:
         """Return the seconds in which no turn was generated since the last call."""
@@ -110,6 +121,13 @@ class AgentRuntime:
             self._hosts.close()
         self._hosts = None
         self._opened.close()
+        self._delete_journal()
+
+    def _delete_journal(self) -> None:
+        """Delete the journal of the last shard, which is stored now."""
+        if self._journal is not None:
+            self._journal.delete()
+        self._journal = None
 
     def _advance(self) -> None:
         self.progress += 1

@@ -3,17 +3,20 @@
 This module does not import torch.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Event, Lock
-from typing import Final
+from typing import Final, Protocol
+
+from blake3 import blake3
 
 from rheostat.models.agents.branches import EpisodeRecord, Place, RecordedTurn
 from rheostat.models.agents.matching import ChatIndex
 from rheostat.models.agents.wire import RefusedRequest
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.problems import Message
-from rheostat.models.engines.protocol import Generate, Request
+from rheostat.models.engines.protocol import Completion, Generate, Request
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
@@ -40,6 +43,27 @@ class TurnLimits:
     """Context length of the policy in tokens: maximum length of a turn and all tokens before it."""
 
 
+class Answers(Protocol):
+    """Turns of one episode that were sampled before a restart of its program, and a place to record new ones."""
+
+    def find(self, request: str, /, *, max_tokens: int) -> Completion | None:
+        """Return the recorded answer to a request, named by a digest, or None if there is none that sampling with at
+        most `max_tokens` tokens could give."""
+
+    def add(self, request: str, completion: Completion, /) -> None:
+        """Record the answer to a request."""
+
+
+class NoAnswers:
+    """Answers of an episode that is not recorded."""
+
+    def find(self, request: str, /, *, max_tokens: int) -> None:
+        """Return None."""
+
+    def add(self, request: str, completion: Completion, /) -> None:
+        """Do nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
     """Episode that a program drives: its seed, its limits, and the turns so far."""
@@ -52,6 +76,9 @@ class OpenEpisode:
     chats: ChatIndex = field(default_factory=ChatIndex)
     opening: Lock = field(default_factory=Lock, repr=False)
     """Lock that is held while turns are counted and opened."""
+    answers: Answers = field(default_factory=NoAnswers)
+    replayed: set[int] = field(default_factory=set)
+    """Numbers of the turns that were recorded before a restart of the program and returned to it again."""
     abandoned: Event = field(default_factory=Event, repr=False)
     """Event that is set when the episode has ended, so that the engine need not finish its turns."""
     last_chat: tuple[int, tuple[Message, ...]] = (-1, ())
@@ -107,25 +134,45 @@ class TurnSampler:
             _check_requests(episode, len(places))
             numbers = [episode.record.open_turn(place, seed=episode.seed) for place in places]
         try:
-            requests = [
-                Request(
-                    row=episode.row,
-                    inputs=(ModelInput.from_prompt(episode.record.context_of(number)),),
-                    seeds=(episode.record.turn(number).seed,),
-                    max_tokens=limit,
-                    abandoned=episode.abandoned,
-                )
-                for number, limit in zip(numbers, limits, strict=True)
-            ]
             stop = tuple(dict.fromkeys((*self.sampling.stop, *wish.stop)))
-            completions = self.generate(requests, self.sampling.model_copy(update={"stop": stop}))
+            completions = self._answer(episode, numbers, limits, stop)
             return [
                 SampledTurn(episode.record.extend_turn(number, completion, self.version), length, completion.text)
-                for number, length, [completion] in zip(numbers, lengths, completions, strict=True)
+                for number, length, completion in zip(numbers, lengths, completions, strict=True)
             ]
         finally:
             for number in numbers:
                 episode.record.drop_turn(number)  # only turns without tokens, after an error
+
+    def _answer(
+        self, episode: OpenEpisode, numbers: Sequence[int], limits: Sequence[int], stop: tuple[str, ...]
+    ) -> list[Completion]:
+        """Return the completions of opened turns: recorded ones, and new ones of the policy, which are recorded."""
+        turns = [episode.record.turn(number) for number in numbers]
+        digests = [blake3(json.dumps([turn.key, turn.occurrence, stop]).encode()).hexdigest() for turn in turns]
+        known = [episode.answers.find(digest, max_tokens=limit) for digest, limit in zip(digests, limits, strict=True)]
+        requests = [
+            Request(
+                row=episode.row,
+                inputs=(ModelInput.from_prompt(episode.record.context_of(turn.number)),),
+                seeds=(turn.seed,),
+                max_tokens=limit,
+                abandoned=episode.abandoned,
+            )
+            for turn, limit, answer in zip(turns, limits, known, strict=True)
+            if answer is None
+        ]
+        sampling = self.sampling.model_copy(update={"stop": stop})
+        new = iter(self.generate(requests, sampling) if requests else ())
+        completions = []
+        for turn, digest, answer in zip(turns, digests, known, strict=True):
+            if answer is None:
+                [answer] = next(new)
+                episode.answers.add(digest, answer)
+            else:
+                episode.replayed.add(turn.number)
+            completions.append(answer)
+        return completions
 
 
 def _count_context(episode: OpenEpisode, place: Place) -> int:

@@ -12,6 +12,7 @@ from rheostat.infra.errors import BadInput, RheostatError
 from rheostat.infra.plugins import nearest_name
 from rheostat.infra.processes.episodes import DescribedTools, EpisodeRequest
 from rheostat.infra.processes.restarting import RestartingProcess
+from rheostat.infra.store.contracts import Objects
 from rheostat.models.config.episodes import EpisodeSettings, SteppedEnvironment
 from rheostat.models.data.problems import Message, Problem
 from rheostat.models.engines.protocol import ContinuousEngine, Engine, GeneratesCompletions, InterleavingEngine
@@ -68,11 +69,11 @@ class EnvironmentRuntime:
             self._answers.sleep()
 
     def run_episodes(
-        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
+        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path, store: Objects
     ) -> list[Group]:
         """Run each completion of the groups as an episode, to its end or to the token limit of the iteration.
 
-        `directory` contains the policy's tokenizer.
+        `directory` contains the policy's tokenizer. Nothing is written to `store`.
         """
         if self._reading is None:
             self._reading = read_turns(directory, self._settings)

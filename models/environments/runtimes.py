@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rheostat.infra.plugins import find_target
+from rheostat.infra.store.contracts import Objects
 from rheostat.models.config.episodes import EpisodeSettings
 from rheostat.models.engines.protocol import Engine
 from rheostat.models.records.versions import ModelVersion
@@ -25,10 +26,10 @@ class EpisodeRuntime(Protocol):
         this process."""
 
     def run_episodes(
-        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
+        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path, store: Objects
     ) -> list[Group]:
         """Run each unfinished completion of the groups as an episode, and return the groups with the resulting
-        completions. `directory` contains the policy's tokenizer."""
+        completions. `directory` contains the policy's tokenizer, and `store` is the store of the run."""
 
     def pop_times(self) -> dict[str, float]:
         """Return seconds of the episodes since the last call, by the name of the metric."""

@@ -160,7 +160,7 @@ class RolloutWorker:
             directory = self._fetch(work.policy.weights)
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
-            return self._environment.run_episodes(drafts, self._engine, work, directory=directory)
+            return self._environment.run_episodes(drafts, self._engine, work, directory=directory, store=self._store)
         if isinstance(self._engine, RecordsExperts):
             self._engine.record_experts(work.records_experts)
         elif work.records_experts:

@@ -1,6 +1,7 @@
 """Agents of a user, valid and invalid. They import no module of Rheostat."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -120,6 +121,24 @@ def kill_host(problem, base_url, api_key, marks=""):
         return 1.0
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(3600)
+    return 1.0
+
+
+def kill_worker(problem, base_url, api_key, journals="", marks=""):
+    """Agent with one turn in problems whose number is even, else with three. The first agent of the others kills the
+    rollout worker after two turns, once the journal contains the ends of two other episodes."""
+    messages = [user(problem["prompt"])]
+    for turn in range(3 if problem["number"] % 2 else 1):
+        if turn == 2 and not Path(marks, "killed").exists():
+            while len([*Path(journals).glob("*/2-*/end.json")]) < 2 or len([*Path(journals).glob("*/3-*/*.json")]) < 4:
+                time.sleep(0.01)
+            with contextlib.suppress(FileExistsError):
+                Path(marks, "killed").touch(exist_ok=False)
+                parent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+                os.kill(int(parent), signal.SIGKILL)
+            time.sleep(3600)
+        answer = chat(base_url, api_key, *messages)
+        messages += [answer, user("Go on.")]
     return 1.0
 
 

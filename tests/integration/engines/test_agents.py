@@ -1,5 +1,7 @@
 """Episodes of agents: their turns and rewards, and agents that fail, hang, flood or try to leave their sandbox."""
 
+import multiprocessing
+import signal
 import sys
 from dataclasses import replace
 from http.server import HTTPServer
@@ -144,6 +146,23 @@ def test_an_agent_in_a_sandbox_reaches_only_the_policy(agents, tmp_path, monkeyp
         assert '"variables": ["SECRET_OF_AGENT"]' in found
         assert '"port": false' in found and '"writes": false' in found
     assert [len(row["turns"]) for row in rows] == [1, 1]
+
+
+def test_a_killed_worker_loses_no_ended_episode_and_no_answered_request(agents, tmp_path):
+    options = {"journals": f"{agents.home}/run/episodes", "marks": str(tmp_path)}
+    settings = agent("kill_worker", options=options)
+    worker = multiprocessing.get_context("spawn").Process(target=agents.play, args=(settings,))
+    worker.start()
+    worker.join(120)
+    assert worker.exitcode == -signal.SIGKILL
+    rows = agents.play_rows(settings)
+    replayed = [[turn["replayed"] for turn in row["turns"]] for row in rows]
+    assert replayed == [[False], [False], [True, True, False], [True, True, False]]
+    assert errors_of(rows) == {2: None, 3: None}
+    assert not agents.store.entries("episodes/")
+    undisturbed = agents.play_rows(settings)
+    assert [row["completion_tokens"] for row in rows] == [row["completion_tokens"] for row in undisturbed]
+    assert {turn["replayed"] for row in undisturbed for turn in row["turns"]} == {False}
 
 
 def test_an_object_of_a_class_serves_all_episodes_each_in_a_copy(agents):

@@ -1,0 +1,143 @@
+"""Journal of the episodes of a rollout shard that is being generated, so that a killed worker loses no finished episode
+and no answered request. Does not import torch.
+
+The journal of a shard has its own folder in the run's store, named by a digest of the work. It contains an object for
+each turn as soon as its tokens were sampled, and an object for each ended episode. A worker that does the same work
+again takes ended episodes from the journal. Agents of other episodes start again. A request that the journal contains
+gets the recorded turn, whatever the order of the requests. The journal is deleted when the shard is stored.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from blake3 import blake3
+from pydantic import TypeAdapter
+
+from rheostat.infra.store.contracts import Objects
+from rheostat.models.agents.branches import RecordedTurn
+from rheostat.models.agents.stored_branches import Ending
+from rheostat.models.config.episodes import EpisodeSettings
+from rheostat.models.engines.protocol import Completion
+from rheostat.models.records.schemas import FinishReason
+from rheostat.models.records.work import RolloutWork
+from rheostat.models.rollouts.groups import ChatMessage
+
+FOLDER: Final = "episodes"
+"""Folder of the run's store with the journals of unfinished rollout shards."""
+_END: Final = "end.json"
+_PARALLEL: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEpisode:
+    """Episode that has ended: its turns, and why it ended."""
+
+    turns: tuple[RecordedTurn, ...]
+    finish_reason: FinishReason
+    error: str
+    reward: float | None
+    rewards: Mapping[int, float]
+    replayed: frozenset[int]
+    messages: tuple[tuple[str, str, str | None], ...]
+    """Role, content and name of each message."""
+
+    @classmethod
+    def of(cls, turns: Sequence[RecordedTurn], ending: Ending) -> Self:
+        """Return an episode as the journal stores it."""
+        messages = tuple((each["role"], each["content"], each["name"]) for each in ending.messages)
+        numbers = ending.reward, ending.rewards, ending.replayed
+        return cls(tuple(turns), ending.finish_reason, ending.error, *numbers, messages)
+
+    @property
+    def ending(self) -> Ending:
+        """State with which the episode has ended."""
+        messages = tuple(ChatMessage(role=role, content=text, name=name) for role, text, name in self.messages)
+        return Ending(self.finish_reason, self.error, self.reward, self.rewards, self.replayed, messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Turn that was sampled for a request."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+_WORK: Final = TypeAdapter(RolloutWork)
+_ENDED: Final = TypeAdapter(EndedEpisode)
+_ANSWER: Final = TypeAdapter(_Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswers:
+    """Answered requests of one episode, which are recorded in the store."""
+
+    store: Objects
+    folder: str
+    """Prefix of the keys of the episode's objects."""
+    found: dict[str, Completion] = field(default_factory=dict)
+    """Completions by the digest of the request."""
+
+    def find(self, request: str, /, *, max_tokens: int) -> Completion | None:
+        """Return the recorded answer to a request, unless it is longer than `max_tokens` tokens or was ended by another
+        limit."""
+        answer = self.found.get(request)
+        if answer is None or len(answer.tokens) > max_tokens:
+            return None
+        is_cut = answer.finish_reason is not FinishReason.STOP
+        return None if is_cut and len(answer.tokens) != max_tokens else answer
+
+    def add(self, request: str, completion: Completion, /) -> None:
+        """Record the answer to a request. It survives the end of this process, but not a power failure."""
+        self.found[request] = completion
+        answer = _Answer(completion.tokens, completion.logprobs, completion.text, completion.finish_reason)
+        self.store.put(f"{self.folder}{request}.json", _ANSWER.dump_json(answer), durable=False)
+
+
+class EpisodeJournal:
+    """Journal of the episodes of one rollout shard. Episodes are named by prompt row and sample, such as `12-0`."""
+
+    def __init__(self, store: Objects, work: RolloutWork, settings: EpisodeSettings) -> None:
+        """Read the journal that an earlier worker has left for the same work with the same settings, if there is
+        one."""
+        self._store = store
+        digest = blake3(_WORK.dump_json(work) + settings.model_dump_json().encode()).hexdigest(length=8)
+        self._prefix = f"{FOLDER}/{digest}/"
+        self._answers: dict[str, RecordedAnswers] = {}
+        self.ended: dict[str, EndedEpisode] = {}
+        """Episodes that have ended, by name."""
+        keys = [entry.key for entry in store.entries(self._prefix)]
+        with ThreadPoolExecutor(_PARALLEL) as threads:
+            for key, content in zip(keys, threads.map(store.find, keys), strict=True):
+                if content is not None:  # otherwise it was deleted meanwhile
+                    self._read(key.removeprefix(self._prefix), content)
+
+    def _read(self, name: str, content: bytes) -> None:
+        episode, _, part = name.partition("/")
+        if part == _END:
+            self.ended[episode] = _ENDED.validate_json(content)
+            return
+        answer = _ANSWER.validate_json(content)
+        completion = Completion(answer.tokens, answer.logprobs, answer.text, answer.finish_reason)
+        self.answers_of(episode).found[part.removesuffix(".json")] = completion
+
+    def answers_of(self, episode: str) -> RecordedAnswers:
+        """Return the answered requests of an episode."""
+        return self._answers.setdefault(episode, RecordedAnswers(self._store, f"{self._prefix}{episode}/"))
+
+    def add_ended(self, episode: str, ended: EndedEpisode) -> None:
+        """Record the end of an episode."""
+        self.ended[episode] = ended
+        self._store.put(f"{self._prefix}{episode}/{_END}", _ENDED.dump_json(ended), durable=False)
+
+    def delete(self) -> None:
+        """Delete the journal, because its shard is stored or its turns are void."""
+        self._answers, self.ended = {}, {}
+        keys = [entry.key for entry in self._store.entries(self._prefix)]
+        with ThreadPoolExecutor(_PARALLEL) as threads:
+            for _ in threads.map(self._store.delete, keys):
+                pass
