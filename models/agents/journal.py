@@ -92,7 +92,8 @@ class RecordedAnswers:
         return None if is_cut and len(answer.tokens) != max_tokens else answer
 
     def add(self, request: str, completion: Completion, /) -> None:
-        """Record the answer to a request. It survives the end of this process, but not a power failure."""
+        """Record the answer to a request. The record is not lost if this process is killed, but after a power failure it
+        may be lost."""
         self.found[request] = completion
         answer = _Answer(completion.tokens, completion.logprobs, completion.text, completion.finish_reason)
         self.store.put(f"{self.folder}{request}.json", _ANSWER.dump_json(answer), durable=False)
