@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 
 from bench.tables import Table
-from bench.tools import GROUP, PROMPTS, THREADS, TURN_TOKENS, TURNS, EpisodeTimes, build_work, write_prompts
+from bench.tools import GROUP, PROMPTS, THREADS, TURN_TOKENS, TURNS, build_work, write_prompts
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.agents import AgentEnvironment
 from rheostat.models.config.engines import TransformersEngine
@@ -59,7 +59,7 @@ def _compare(
     sides = (one, other)
     for worker, work in sides:
         worker.generate(work)  # starts processes and loads the policy
-    pairs = [[EpisodeTimes.of(worker.generate(work)).tokens_per_second for worker, work in sides] for _ in range(PAIRS)]
+    pairs = [[_measure_speed(*side) for side in sides] for _ in range(PAIRS)]
     for worker in {id(worker): worker for worker, _ in sides}.values():
         worker.close()
 
@@ -77,6 +77,13 @@ def _compare(
         ),
         notes=(f"{PAIRS} pairs after a first shard of each",),
     )
+
+
+def _measure_speed(worker: RolloutWorker, work: RolloutWork) -> float:
+    """Generate one shard, and return the tokens per second."""
+    outcome = worker.generate(work)
+    assert outcome.timings is not None, "rollout workers measure times"
+    return outcome.metrics["tokens"] / outcome.timings["generate"]
 
 
 def _measure_memory(home: str, work: RolloutWork) -> Table:
