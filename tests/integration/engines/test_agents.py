@@ -72,6 +72,7 @@ def test_equal_seeds_give_equal_turns_with_and_without_other_agents(agents):
     assert alone == together and len({*alone}) > 1
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -93,6 +94,7 @@ def test_a_failing_agent_fails_only_its_own_episode_with_a_reason(agents, how, e
     assert [row["finish_reason"] for row in rows if row["prompt_row"] == 2] == ["failed"] * 2
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("how", ["sleep", "spawn", "hoard"])
 def test_agents_that_exceed_a_limit_are_stopped_with_all_their_processes(agents, how, tmp_path):
     limits = {"memory_mib": 300} if how == "hoard" else {"agent_seconds": 2}
@@ -113,6 +115,7 @@ def test_agents_run_again_if_the_process_that_started_them_is_killed(agents, tmp
     assert [row["completion_tokens"] for row in rows] == [row["completion_tokens"] for row in undisturbed]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
