@@ -92,8 +92,7 @@ class RecordedAnswers:
         return None if is_cut and len(answer.tokens) != max_tokens else answer
 
     def add(self, request: str, completion: Completion, /) -> None:
-        """Record the answer to a request. The record is not lost if this process is killed, but after a power failure it
-        may be lost."""
+        """Record the answer to a request. A kill of this process does not lose the record, but a power failure may."""
         self.found[request] = completion
         answer = _Answer(completion.tokens, completion.logprobs, completion.text, completion.finish_reason)
         self.store.put(f"{self.folder}{request}.json", _ANSWER.dump_json(answer), durable=False)

@@ -136,6 +136,7 @@ def require_equal(groups: list[list[Completion]], others: list[list[Completion]]
             assert one.logprobs == pytest.approx(same.logprobs, abs=2e-5)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("architecture", "changes", "joins"), [("llama", {}, True), ("mistral", {}, False), ("qwen3", HYBRID, False)]
 )
