@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
@@ -91,6 +91,10 @@ vllm: $(VENV)/.base  ## the environment with vLLM, a separate one; found at once
 test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="-m vllm" for the long ones too
 	@$(BIN)/rheostat engine install vllm
 	@$(BIN)/python -m pytest -m "vllm and not slow" $(ARGS)
+
+test-verifiers: $(VENV)/.dev  ## the tests that need the package verifiers, in an environment of its own
+	@$(BIN)/rheostat engine install verifiers
+	@$(BIN)/python -m pytest -n 0 -m verifiers $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .

@@ -153,7 +153,9 @@ def app() -> App:
     for place, (title, commands) in enumerate(GROUPS):
         group = Group(title, sort_key=place)
         _add_commands(rheostat, "rheostat", commands, group=group)
-    engine = command_app("engine", "Install, check and serve an engine in a separate environment.")
+    engine = command_app(
+        "engine", "Install, check and serve an engine, or install verifiers, in a separate environment."
+    )
     engine.default(_reject_no_action)
     engine.group, engine.sort_key = group, len(commands)
     _add_commands(engine, "rheostat engine", ACTIONS)

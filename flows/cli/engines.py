@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rheostat.models.engines.vllm.server import Server
 
 Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE", help="kind of the engine")]
+Package = Annotated[
+    Literal["vllm", "verifiers"], Parameter(name="ENGINE", help="engine, or the package verifiers for environments")
+]
 ModelName = Annotated[
     str,
     Parameter(name="MODEL", help="model directory in Hugging Face format, or the name of a model on the Hub"),
@@ -73,7 +76,7 @@ S = TypeVar("S", bound="Settings")
 
 
 def install(
-    engine: Engine,
+    engine: Package,
     /,
     *,
     python: Interpreter = None,
@@ -81,17 +84,18 @@ def install(
     platform: Platform = None,
     as_json: Json = False,
 ) -> None:
-    """Create the Python environment of an inference engine, or find the existing one."""
+    """Create the Python environment of an inference engine or of verifiers, or find the existing one."""
     from rheostat.infra.environments import install as environments
 
     log_progress(quiet=True)
     environment = environments.install(engine, interpreter=python, into=into, platform=platform)
-    usage = f"\nto use it in a run, set rollout.engine.python={str(environment.python)!r}" if into else ""
+    table = "environment" if engine == "verifiers" else "engine"
+    usage = f"\nto use it in a run, set rollout.{table}.python={str(environment.python)!r}" if into else ""
     write(environment.model_dump_json(indent=2) if as_json else f"{environment.text()}{usage}")
 
 
-def check(engine: Engine, /, *, python: InstalledInterpreter = None, as_json: Json = False) -> None:
-    """Import an inference engine in its Python environment, and print the versions of its packages.
+def check(engine: Package, /, *, python: InstalledInterpreter = None, as_json: Json = False) -> None:
+    """Import an inference engine or verifiers in its Python environment, and print the versions of its packages.
 
     For a CUDA build, check the version of the NVIDIA driver too.
     """

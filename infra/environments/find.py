@@ -1,5 +1,5 @@
-"""Python environments for engines that cannot be installed in the same environment as Rheostat. This module finds an
-environment and its versions."""
+"""Python environments for engines and other packages that cannot be installed in the same environment as Rheostat. This
+module finds an environment and its versions."""
 
 import json
 import os
@@ -34,11 +34,23 @@ told = "cuda" if torch is not None and torch.version.cuda else "cpu"
 print(json.dumps({"platform": told, "versions": versions | {"python": platform.python_version()}}))
 """
 
+PREPARE_VERIFIERS: Final = """
+import asyncio, os, sys
+from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
+os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+async def prepare():
+    async with provision_runtime(SubprocessConfig()) as runtime:
+        await runtime.prepare_uv_script(CHAT_PROGRAM_SOURCE)
+asyncio.run(prepare())
+"""
+"""Code that installs the program of the harnesses `null` and `bash`, so that episodes find its packages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Description of an inference engine that is installed in a separate Python environment: the modules that it needs,
-    and the files that pin its packages."""
+    """Description of an inference engine or other package that is installed in a separate Python environment: the
+    modules that it needs, and the files that pin its packages."""
 
     version: str
     modules: tuple[str, ...]
@@ -48,6 +60,14 @@ class Distribution:
     pythons: Mapping[Platform, tuple[str, ...]] = field(default_factory=dict)
     """Versions of Python for which all pinned packages have wheels and fit together. A platform that is not listed has
     no restriction."""
+    platforms: tuple[Platform, ...] = ("cpu", "cuda")
+    """Platforms for which builds exist. If there is none for CUDA, the build for CPUs is used on all machines."""
+    python_key: str = "engine.python"
+    """Configuration key of the Python executable, for messages."""
+    alternative: str = ", or engine.base_urls to running servers"
+    """Alternative to setting `python_key`, for messages."""
+    preparation: str = ""
+    """Python code that runs in the environment at the end of its installation. Empty if there is none."""
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
@@ -55,7 +75,15 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
         version="0.32.0",
         modules=("vllm", "torch", "transformers", "vllm.entrypoints.openai.api_server"),
         pythons={"cuda": ("3.11", "3.12")},
-    )
+    ),
+    "verifiers": Distribution(
+        version="0.4.0",
+        modules=("verifiers", "verifiers.v1"),
+        platforms=("cpu",),
+        python_key="python of kind 'verifiers'",
+        alternative="",
+        preparation=PREPARE_VERIFIERS,
+    ),
 }
 
 
@@ -87,6 +115,11 @@ class Stamp(Settings):
     """Finished environment, or None while the installation is not complete."""
 
 
+def find_distribution(engine: str) -> Distribution:
+    """Return the description of an engine."""
+    return DISTRIBUTIONS[engine]
+
+
 def pins_path(engine: str, platform: Platform) -> Path:
     """Return the path of the file that pins the version of every package in an engine's environment."""
     return DISTRIBUTIONS[engine].pins / f"{engine}-{platform}.txt"
@@ -101,6 +134,12 @@ def supported_pythons(engine: str, platform: Platform) -> tuple[str, ...]:
 def pins_digest(engine: str, platform: Platform) -> str:
     """Return the BLAKE3 digest of the file that pins the version of every package in an engine's environment."""
     return blake3(pins_path(engine, platform).read_bytes()).hexdigest()
+
+
+def default_platform(engine: str) -> Platform:
+    """Return the platform for which an engine is installed on this machine: the platform of the machine, if the engine
+    has a build for it."""
+    return "cpu" if DISTRIBUTIONS[engine].platforms == ("cpu",) else platform_here()
 
 
 def default_directory(engine: str, platform: Platform) -> Path:
@@ -192,7 +231,7 @@ def check_environment(engine: str, python: Path) -> Environment:
         )
     except OSError as error:
         raise BadInput(
-            f"{refusal}: {error.strerror}. Set engine.python to an executable Python interpreter."
+            f"{refusal}: {error.strerror}. Set {DISTRIBUTIONS[engine].python_key} to an executable Python interpreter."
         ) from error
     except subprocess.TimeoutExpired as error:
         raise BadInput(f"{refusal} within {IMPORT_SECONDS:g} s. Check that the machine is not overloaded.") from error
@@ -216,8 +255,8 @@ def check_environment_driver(environment: Environment) -> None:
 def _check_python(engine: str, python: Path) -> Path:
     if not _is_executable(python):
         raise BadInput(
-            f"engine.python is {str(python)!r}, which is not an executable file. Set it to the Python interpreter of "
-            f"an environment with {engine}."
+            f"{DISTRIBUTIONS[engine].python_key} is {str(python)!r}, which is not an executable file. Set it to the "
+            f"Python interpreter of an environment with {engine}."
         )
     return python.absolute()
 
@@ -225,16 +264,16 @@ def _check_python(engine: str, python: Path) -> Path:
 def _find_installed(engine: str) -> Environment:
     """Return the engine's environment that `install` created on this machine. If a machine with GPUs has no CUDA
     environment, return the CPU environment. Raises BadInput if no environment is installed."""
-    platforms: list[Platform] = ["cuda", "cpu"] if platform_here() == "cuda" else ["cpu"]
+    platforms: list[Platform] = ["cuda", "cpu"] if default_platform(engine) == "cuda" else ["cpu"]
     for platform in platforms:
         environment = complete(default_directory(engine, platform), engine, platform=platform)
         if environment is not None:
             return environment
-    directory = default_directory(engine, platforms[0])
+    directory, distribution = default_directory(engine, platforms[0]), DISTRIBUTIONS[engine]
     raise BadInput(
         f"{engine} is not ready to use: {directory} has {_describe_fault(read_stamp(directory))}. Run `rheostat engine "
-        f"install {engine}`, or set engine.python to the Python of another environment, or engine.base_urls to running "
-        "servers."
+        f"install {engine}`, or set {distribution.python_key} to the Python of another environment"
+        f"{distribution.alternative}."
     )
 
 

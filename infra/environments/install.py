@@ -25,6 +25,8 @@ from rheostat.infra.environments.find import (
     check_environment,
     complete,
     default_directory,
+    default_platform,
+    find_distribution,
     pins_digest,
     pins_path,
     python_in,
@@ -37,7 +39,6 @@ from rheostat.infra.environments.gpus import (
     Platform,
     check_driver,
     has_driver,
-    platform_here,
 )
 from rheostat.infra.errors import BadInput, InstallFailed
 
@@ -73,7 +74,9 @@ def install(
     Raises BadInput if the interpreter, directory, platform or NVIDIA driver cannot be used. Raises InstallFailed with
     the output of uv if the installation fails.
     """
-    chosen = platform or platform_here()
+    chosen = platform or default_platform(engine)
+    if chosen not in find_distribution(engine).platforms:
+        raise BadInput(f"{engine} has no build for {chosen}, because it uses no GPU. Remove --platform.")
     if chosen == "cuda":
         _check_cuda()
     directory = (into or default_directory(engine, chosen)).absolute()
@@ -161,8 +164,23 @@ def _create(site: _Site, interpreter: Path) -> Environment:
         environment = check_environment(site.engine, site.python)
     except BadInput as error:
         raise InstallFailed(f"the new environment was installed but cannot be used: {error}") from error
+    if code := find_distribution(site.engine).preparation:
+        _prepare(site, code)
     _write(site, stamp.model_copy(update={"made": environment}))
     return environment
+
+
+def _prepare(site: _Site, code: str) -> None:
+    """Run Python code in the new environment. Raises InstallFailed with the last line of its error."""
+    done = subprocess.run(
+        [site.python, "-c", code], env=_variables(), capture_output=True, text=True, pass_fds=[site.lock]
+    )
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise InstallFailed(
+            f"the preparation of {site.engine} failed: {lines[-1] if lines else f'exit code {done.returncode}'}. Check "
+            "the network and the free space, then run the same command again."
+        )
 
 
 def _clear(directory: Path) -> None:

@@ -26,7 +26,7 @@ from rheostat.models.agents.journal import EndedEpisode, EpisodeJournal
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits
 from rheostat.models.agents.stored_branches import Ending, fill
-from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.config.agents import AgentSettings
 from rheostat.models.data.problems import Message
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.seeds import derive_seed
@@ -75,7 +75,7 @@ class _Episode:
 class AgentEpisodes:
     """Runner of all episodes of a rollout shard. Agents run at the same time, as many as keep the engine busy."""
 
-    settings: AgentEnvironment
+    settings: AgentSettings
     hosts: AgentHosts
     routes: AgentRoutes
     find_limits: Callable[[PartialCompletion], TurnLimits]

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput
 from rheostat.infra.processes.agents import AgentHosts, RunAgent
-from rheostat.infra.processes.child import Interpreter, user_interpreter
+from rheostat.infra.processes.child import Interpreter
 from rheostat.infra.processes.guard import guarded_directory
 from rheostat.infra.store.contracts import Objects
 from rheostat.models.agents.episodes import AgentEpisodes
@@ -23,7 +24,7 @@ from rheostat.models.agents.journal import EpisodeJournal
 from rheostat.models.agents.replies import ReplyHead
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import TurnLimits, TurnSampler
-from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.config.agents import AgentSettings
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.problems import Problem
 from rheostat.models.engines.protocol import (
@@ -53,7 +54,7 @@ PLACES: Final = 256
 class AgentRuntime:
     """Agents of a rollout worker. The processes from which agents are started are kept between shards."""
 
-    def __init__(self, settings: AgentEnvironment) -> None:
+    def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._opened = ExitStack()
         self._hosts: AgentHosts | None = None
@@ -161,7 +162,7 @@ class GuardedGenerate:
 
 
 def find_limits(
-    settings: AgentEnvironment, sampling: SamplingConfig, context: int | None, draft: PartialCompletion
+    settings: AgentSettings, sampling: SamplingConfig, context: int | None, draft: PartialCompletion
 ) -> TurnLimits:
     """Return the limits on the requests of an episode. `context` is the context length of the policy in tokens, and
     `draft` contains the rendered prompt of the problem.
@@ -186,38 +187,33 @@ def read_form(directory: Path) -> TurnFormat:
     return turn_format(tokenizer, stated=ends, is_chat=bool(tokenizer.chat_template))
 
 
-def describe_agent(settings: AgentEnvironment) -> tuple[RunAgent, Interpreter]:
+def describe_agent(settings: AgentSettings) -> tuple[RunAgent, Interpreter]:
     """Return the description of the configured agent and the interpreter of its host processes. Raises BadInput if an
     environment variable, the interpreter, the program or the sandbox is missing."""
-    where = settings.run.where
+    program = settings.program
     for name in settings.variables:
         if name not in os.environ:
             raise BadInput(
                 f"rollout.environment.variables: the environment variable {name!r} is not set. Set it before you start "
                 "the run, or remove its name"
             )
-    if settings.command and shutil.which(settings.command[0]) is None:
-        raise BadInput(f"{where}: there is no program {settings.command[0]!r} on the PATH. Install it, or correct it")
-    agent = RunAgent(
-        where,
-        target=settings.run.target,
-        options=settings.options,
-        command=settings.command,
-        variables={name: os.environ[name] for name in settings.variables},
-        memory_bytes=settings.memory_mib << 20,
-    )
-    python = user_interpreter(settings.python, sandbox=settings.sandboxed_by, where="rollout.environment.python")
-    return agent, python
+    if program.command and shutil.which(program.command[0]) is None:
+        raise BadInput(
+            f"{program.where}: there is no program {program.command[0]!r} on the PATH. Install it, or correct it"
+        )
+    variables = {name: os.environ[name] for name in settings.variables}
+    agent = replace(program, variables=variables, memory_bytes=settings.memory_mib << 20)
+    return agent, settings.find_interpreter()
 
 
-def check_agent(settings: AgentEnvironment, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> None:
+def check_agent(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> None:
     """Raise BadInput if the agent cannot be imported, if tool calls of the policy cannot be parsed, or if a problem has
     images."""
     for problem in problems:
         if problem.images:
             raise BadInput(
                 f"{problem.source}: the problem has {format_count(len(problem.images), 'image')}, but "
-                "rollout.environment.kind = 'agent' supports text only. Use problems without images."
+                f"rollout.environment.kind = {settings.label!r} supports text only. Use problems without images."
             )
     build_parser(settings.parser, tokenizer, tools=())
     agent, interpreter = describe_agent(settings)
@@ -236,6 +232,6 @@ def _find_interleaving(engine: Engine) -> InterleavingEngine:
     if isinstance(engine, ContinuousEngine):
         return engine.batch_continuously()
     raise BadInput(
-        f"rollout.environment.kind = 'agent' needs an engine that batches concurrent calls, but {engine.producer()} "
-        "has neither the method `run_interleaved` nor `batch_continuously`. Use another rollout.engine.kind"
+        f"agents (rollout.environment.kind) need an engine that batches concurrent calls, but {engine.producer()} has "
+        "neither the method `run_interleaved` nor `batch_continuously`. Use another rollout.engine.kind"
     )

@@ -1,41 +1,31 @@
-"""Configuration of agents: programs of the user that use the policy through OpenAI's API. Torch-free."""
+"""Configuration of agents: programs that use the policy through OpenAI's API. Torch-free."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rheostat.infra.config import Positive
+from rheostat.infra.environments.find import installed_versions
 from rheostat.infra.plugins import present_target
+from rheostat.infra.processes.agents import RunAgent
+from rheostat.infra.processes.child import Interpreter, user_folders, user_interpreter
 from rheostat.infra.processes.episodes import RunEnvironment
 from rheostat.infra.store.inputs import Program
-from rheostat.infra.variants import ImportString
+from rheostat.infra.variants import ImportString, Variant
+from rheostat.models.config.data import VerifiersData
 from rheostat.models.config.episodes import EpisodeSettings, find_single_sequence_conflicts
 from rheostat.models.config.job import Job
+from rheostat.models.config.tasksets import PACKAGE, PLUGIN, TasksetChoice, VerifiersPlugin
 
 
-class AgentEnvironment(EpisodeSettings):
-    """Program or function of the user that drives its own episode: it sends requests to the policy through OpenAI's
-    API, runs its own tools, and returns a reward."""
+class AgentSettings(EpisodeSettings, ABC):
+    """Fields common to all programs that request the policy's turns: the limits of an episode."""
 
-    runtime = "rheostat.models.agents.runtime:AgentRuntime"
+    runtime_factory = "rheostat.models.agents.runtime:AgentRuntime"
     checks = {"policy": "rheostat.models.inspection.engines:check_agent"}
 
-    kind: Literal["agent"] = "agent"
-    target: ImportString | None = None
-    """Function `pkg.mod:function(problem, base_url, api_key)`, which may be async, or a class whose objects can be
-    called in this way. Set either this or `command`."""
-    options: dict[str, JsonValue] = {}
-    """Keyword arguments of the function or of the class. One object of a class serves all episodes of a worker."""
-    command: tuple[str, ...] = ()
-    """Program and its arguments, which read the address, the key and the problem from environment variables. Set either
-    this or `target`."""
-    python: Program | None = None
-    """Python interpreter (3.9 or newer) that runs the function, with its installed packages. The default is the
-    interpreter that runs Rheostat."""
-    sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of each agent: "bubblewrap" runs it in a sandbox without network access except to the policy, without
-    write access to your files, and unable to see other processes."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that agents receive, in addition to `PATH`, `HOME` and similar ones."""
     turn_tokens: Positive = 256
@@ -60,6 +50,47 @@ class AgentEnvironment(EpisodeSettings):
     as many requests as the engine decodes at the same time."""
 
     @property
+    @abstractmethod
+    def program(self) -> RunAgent:
+        """Description of the program for the processes that run it, without environment variables."""
+
+    @abstractmethod
+    def find_interpreter(self) -> Interpreter:
+        """Return the Python interpreter of the program. Raises BadInput if the interpreter or the sandbox is
+        missing."""
+
+    def find_conflicts(self, job: Job) -> Iterator[str]:
+        """Yield one message for each setting of the job with which agents cannot be combined."""
+        if not job.rollout.engine.interleaves_episodes:
+            yield (
+                f"rollout.environment.kind = {self.label!r} needs an engine that batches concurrent calls, but "
+                f"rollout.engine.kind = {job.rollout.engine.label!r} does not. Use 'transformers' or 'vllm'"
+            )
+        yield from find_single_sequence_conflicts(f"rollout.environment.kind = {self.label!r}", job)
+        yield from super().find_conflicts(job)
+
+
+class AgentEnvironment(AgentSettings):
+    """Program or function of the user that drives its own episode: it sends requests to the policy through OpenAI's
+    API, runs its own tools, and returns a reward."""
+
+    kind: Literal["agent"] = "agent"
+    target: ImportString | None = None
+    """Function `pkg.mod:function(problem, base_url, api_key)`, which may be async, or a class whose objects can be
+    called in this way. Set either this or `command`."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the function or of the class. One object of a class serves all episodes of a worker."""
+    command: tuple[str, ...] = ()
+    """Program and its arguments, which read the address, the key and the problem from environment variables. Set either
+    this or `target`."""
+    python: Program | None = None
+    """Python interpreter (3.9 or newer) that runs the function, with its installed packages. The default is the
+    interpreter that runs Rheostat."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """Isolation of each agent: "bubblewrap" runs it in a sandbox without network access except to the policy, without
+    write access to your files, and unable to see other processes."""
+
+    @property
     def run(self) -> RunEnvironment:
         """Description of the agent: the function that `target` names, and its options. Without a function, the command
         is not a part of the run's identity."""
@@ -71,15 +102,14 @@ class AgentEnvironment(EpisodeSettings):
         """Configuration key that requires a sandbox, for messages. Empty if no sandbox is required."""
         return "rollout.environment.sandbox" if self.sandbox == "bubblewrap" else ""
 
-    def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield one message for each setting of the job with which agents cannot be combined."""
-        if not job.rollout.engine.interleaves_episodes:
-            yield (
-                "rollout.environment.kind = 'agent' needs an engine that batches concurrent calls, but "
-                f"rollout.engine.kind = {job.rollout.engine.label!r} does not. Use 'transformers' or 'vllm'"
-            )
-        yield from find_single_sequence_conflicts("rollout.environment.kind = 'agent'", job)
-        yield from super().find_conflicts(job)
+    @property
+    def program(self) -> RunAgent:
+        """Description of the function or command."""
+        return RunAgent(self.run.where, target=self.run.target, options=self.options, command=self.command)
+
+    def find_interpreter(self) -> Interpreter:
+        """Return the configured Python interpreter, or the one that runs Rheostat."""
+        return user_interpreter(self.python, sandbox=self.sandboxed_by, where="rollout.environment.python")
 
     @model_validator(mode="after")
     def _require_one_agent(self) -> Self:
@@ -90,3 +120,62 @@ class AgentEnvironment(EpisodeSettings):
             name = "options" if self.options else "python"
             raise ValueError(f"{name} can only be set together with target, but command is set. Remove {name}")
         return self
+
+
+class VerifiersEnvironment(TasksetChoice, AgentSettings):
+    """Tasks of a taskset of the package verifiers. A harness solves them with the policy, and the taskset computes the
+    rewards."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    harness: VerifiersPlugin | None = None
+    """Harness of verifiers: the program that uses the policy. The default is the harness of the taskset, or else
+    `bash`."""
+    runtime: dict[str, JsonValue]
+    """Runtime of verifiers in which the harness runs: its `type`, such as `subprocess` or `docker`, and its other
+    fields. `subprocess` runs the harness on this machine without isolation."""
+    options: dict[str, JsonValue] = {}
+    """Other fields of the environment's configuration in verifiers, such as `agent.max_turns` and `agent.timeout`."""
+
+    @field_validator("runtime")
+    @classmethod
+    def _require_type(cls, runtime: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if not isinstance(runtime.get("type"), str):
+            raise ValueError("the key type is missing, such as runtime = { type = 'subprocess' }")
+        return runtime
+
+    @property
+    def run(self) -> RunEnvironment:
+        """Description of the environment: the modules of its taskset and harness, for the run's identity."""
+        modules = [each.module for each in (self.taskset, self.harness) if each is not None]
+        where = f"rollout.environment taskset {self.taskset.id!r}"
+        return RunEnvironment(where, tools=tuple(f"{module}:__all__" for module in modules))
+
+    @property
+    def program(self) -> RunAgent:
+        """Description of the object that runs episodes in the Python environment of verifiers."""
+        options: dict[str, JsonValue] = {
+            "taskset": self.taskset.fields,
+            "harness": None if self.harness is None else self.harness.fields,
+            "runtime": self.runtime,
+            "options": self.options,
+        }
+        return RunAgent(self.run.where, target="rheostat_verifiers:Episodes", options=options)
+
+    def find_interpreter(self) -> Interpreter:
+        """Return the Python interpreter with verifiers. It searches users' folders for tasksets and harnesses."""
+        return Interpreter(str(self.find_python()), (*user_folders(), str(PLUGIN)), ())
+
+    def find_library_versions(self) -> Mapping[str, str]:
+        """Return the version of verifiers."""
+        return installed_versions(PACKAGE, self.python)
+
+    def find_data_conflicts(self, data: Variant, where: str) -> Iterator[str]:
+        """Yield a message if the problems are not tasks of the same taskset."""
+        if not isinstance(data, VerifiersData):
+            yield (
+                f"rollout.environment.kind = 'verifiers' needs tasks of the same taskset, but {where}.kind is "
+                f"{data.label!r}. Set {where}.kind = 'verifiers'"
+            )
+        elif (data.taskset, data.python) != (self.taskset, self.python):
+            key = "python" if data.taskset == self.taskset else "taskset"
+            yield f"{where}.{key} and rollout.environment.{key} are different. Set them to the same value"

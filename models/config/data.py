@@ -13,6 +13,7 @@ from rheostat.models.config.chat_files import ChatFile
 from rheostat.models.config.file_rules import FileRules
 from rheostat.models.config.hub_datasets import HubDatasetChoice
 from rheostat.models.config.images import ImageFileSettings, PixelLimits
+from rheostat.models.config.tasksets import TasksetChoice
 from rheostat.models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
@@ -306,6 +307,23 @@ class DeduplicatedData(DataSource):
         return self.source.pixels
 
 
+class VerifiersData(TasksetChoice, DataSource):
+    """Tasks of a taskset of the package verifiers, for `rollout.environment.kind = "verifiers"`."""
+
+    implementation = "rheostat.models.data.tasksets:list_problems"
+
+    kind: Literal["verifiers"] = "verifiers"
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of the tasks kept for evaluation. A hash of the task selects them."""
+    limit: Positive | None = None
+    """Number of tasks to read. Tasksets without an end require it."""
+
+    @property
+    def has_answers(self) -> bool:
+        """False, because the taskset computes the rewards."""
+        return False
+
+
 class TargetData(Target):
     """User-defined source of problems: a subclass of `rheostat.models.config.data.DataSource` (see "Extending" in the
     documentation)."""
@@ -315,6 +333,6 @@ class TargetData(Target):
 
 DataConfig = Annotated[
     DataSource,
-    OneOf((FileData, MixtureData, DeduplicatedData, TargetData)),
+    OneOf((FileData, MixtureData, DeduplicatedData, VerifiersData, TargetData)),
     Field(examples=[{"kind": "file", "path": "problems.jsonl"}]),
 ]

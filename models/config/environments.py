@@ -10,7 +10,7 @@ from rheostat.infra.plugins import present_target
 from rheostat.infra.processes.episodes import RunEnvironment
 from rheostat.infra.store.inputs import DataLocation, ModelLocation, Program
 from rheostat.infra.variants import ImportString
-from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.config.agents import AgentEnvironment, VerifiersEnvironment
 from rheostat.models.config.episodes import DialogueEnvironment, EnvironmentSettings
 from rheostat.models.config.file_rules import FileRules
 
@@ -195,6 +195,7 @@ EnvironmentConfig = Annotated[
     | SearchEnvironment
     | McpEnvironment
     | DialogueEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | VerifiersEnvironment,
     Field(discriminator="kind"),
 ]

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -19,7 +19,7 @@ from rheostat.models.config.users import UserModelConfig
 class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the format and the length of the policy's turns."""
 
-    runtime: ClassVar[str] = "rheostat.models.environments.runtime:EnvironmentRuntime"
+    runtime_factory: ClassVar[str] = "rheostat.models.environments.runtime:EnvironmentRuntime"
     """Import path `pkg.mod:name` of a `rheostat.models.environments.runtimes.RuntimeFactory`, which creates the object
     that runs episodes in a rollout worker."""
 
@@ -69,6 +69,15 @@ class EpisodeSettings(Variant, ABC):
         """Whether the whole chat is rendered again before each turn, so each turn has its own prompt (history
         "per_turn")."""
         return self.history == "per_turn"
+
+    def find_library_versions(self) -> Mapping[str, str]:
+        """Return the versions of the libraries in another Python environment that affect episodes."""
+        return {}
+
+    def find_data_conflicts(self, data: Variant, where: str) -> Iterator[str]:
+        """Yield one message for each reason why this environment cannot use the problems of a data source. `where` is
+        the configuration key of the source."""
+        yield from ()
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this environment cannot be combined."""

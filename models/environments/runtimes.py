@@ -51,4 +51,4 @@ class RuntimeFactory(Protocol):
 def build_runtime(settings: EpisodeSettings) -> EpisodeRuntime:
     """Create the object that runs the episodes of a configured environment. Raises BadInput if the environment cannot
     be used."""
-    return cast(RuntimeFactory, find_target(settings.runtime, where=f"{settings.label!r}"))(settings)
+    return cast(RuntimeFactory, find_target(settings.runtime_factory, where=f"{settings.label!r}"))(settings)

@@ -1,6 +1,6 @@
 """Checks of the inference engines and of the environment of a run."""
 
-from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.config.agents import AgentSettings
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.episodes import SteppedEnvironment
@@ -40,7 +40,7 @@ def check_turns(environment: SteppedEnvironment, facts: InputFacts, where: str) 
     runtime.check_turns(environment, facts.tokenizer, facts.tools, facts.problems[0])
 
 
-def check_agent(environment: AgentEnvironment, facts: InputFacts, where: str) -> None:
+def check_agent(environment: AgentSettings, facts: InputFacts, where: str) -> None:
     """Raise BadInput if the agent cannot start, or if the policy's tool calls cannot be parsed."""
     from rheostat.models.agents import runtime
 

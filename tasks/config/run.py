@@ -180,6 +180,11 @@ class RunConfig(Settings):
         for name, heldout in (("evaluation", self.evaluation), *((each.name, each) for each in self.evaluations)):
             for reason in heldout.find_conflicts(self.rollout.denoising):
                 raise ValueError(f"{name}: {reason}")
+        sources = (("data", self.data), *((f"evaluations {each.name!r}: data", each.data) for each in self.evaluations))
+        environment = self.rollout.environment
+        for where, data in sources if environment else ():
+            for reason in environment.find_data_conflicts(data, where) if environment else ():
+                raise ValueError(reason)
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:

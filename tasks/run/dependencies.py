@@ -24,7 +24,6 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.former_names import former_name
 from rheostat.infra.plugins import find_target, target_folders
 from rheostat.infra.processes.child import user_folders
-from rheostat.infra.processes.episodes import RunEnvironment
 from rheostat.infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from rheostat.infra.store.file_digests import file_digests
 from rheostat.infra.store.inputs import PathNames, fetch_path, is_on_hub, is_remote, paths_in
@@ -36,6 +35,7 @@ from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.conflicts import slot_engines
 from rheostat.models.config.data import DataSource
 from rheostat.models.config.engines import EngineSettings
+from rheostat.models.config.episodes import EpisodeSettings
 from rheostat.models.config.file_rules import iterate_data_paths
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.training import ChatTraining
@@ -93,9 +93,8 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     }
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
     data = _digest_files(paths_by_name | referenced, known)
-    environment = None if config.rollout.environment is None else config.rollout.environment.run
     found = _build_dependencies(
-        variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
+        variants, engines, config.scoring, data=data, layout=config.layout(), environment=config.rollout.environment
     )
     return found.model_copy(update={"hub": hub_commits(config) | base_commits(config, run)})
 
@@ -124,13 +123,13 @@ def _build_dependencies(
     *,
     data: Mapping[str, FileContent] = {},
     layout: Mapping[str, int] = {},
-    environment: RunEnvironment | None = None,
+    environment: EpisodeSettings | None = None,
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
     targets = [rule.function.target for rule in rules if rule.brings_code]
     functions = {f"reward {former_name(target)}": target for target in targets}
     functions |= {
-        f"environment {former_name(target)}": target for target in (environment.targets if environment else ())
+        f"environment {former_name(target)}": target for target in (environment.run.targets if environment else ())
     }
     # Separate processes that run user code search the user's folders first. This process searches them last.
     sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
@@ -141,8 +140,8 @@ def _build_dependencies(
             sources[f"{name} {variant.label}"] = [sources_of(target, folders) for target in targets]
     imported = {library for target_sources in sources.values() for each in target_sources for library in each.libraries}
     versions = {"python": platform.python_version(), "rheostat": rheostat_version()}
-    for engine in engines.values():
-        versions |= engine.find_library_versions()
+    for part in (*engines.values(), *((environment,) if environment else ())):
+        versions |= part.find_library_versions()
     return Dependencies(
         code={
             name: {k: v for each in target_sources for k, v in each.modules.items()}

@@ -30,8 +30,8 @@ from rheostat.tasks.config.reference import reference
 HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 SOURCES = sorted(path for room in ROOMS for path in (HOME / room).rglob("*.py"))
-ELSEWHERE = HOME / "models/engines/vllm/plugin"
-"""Module that runs in vLLM's environment and shares no name with the packages."""
+ELSEWHERE = {HOME / "models/engines/vllm/plugin", HOME / "models/agents/plugin"}
+"""Folders of modules that run in other environments and share no name with the packages."""
 VARIANTS = (
     Algorithm,
     Correction,
@@ -132,7 +132,7 @@ def test_no_modules_import_each_other_in_a_circle(graph):
 
 
 def test_a_public_class_name_has_one_meaning():
-    texts = [path.read_text() for path in SOURCES if ELSEWHERE not in path.parents]
+    texts = [path.read_text() for path in SOURCES if not ELSEWHERE & {*path.parents}]
     names = [name for text in texts for name in re.findall(r"^class (\w+)", text, re.MULTILINE)]
     assert [name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")] == []
 
@@ -166,7 +166,7 @@ def test_text_of_others_reaches_the_terminal_only_with_control_characters_escape
     """Policies, rewards, servers and files can put control characters into any text."""
     raw = re.compile(r"std(out|err)(__)?\.(buffer\.)?write|os\.write\([12],|^ *print\(")
     lines = [
-        (path, line) for path in SOURCES if ELSEWHERE not in path.parents for line in path.read_text().splitlines()
+        (path, line) for path in SOURCES if not ELSEWHERE & {*path.parents} for line in path.read_text().splitlines()
     ]
     found = {path.relative_to(HOME) for path, line in lines if raw.search(line) and "make_visible" not in line}
     assert {str(path) for path in found} == {*WRITE_RAW}

