@@ -232,6 +232,7 @@ class _Host:
     def _end(self, agent: _Agent, status: int) -> None:
         """End the remaining processes of an agent, report its result, and delete its files."""
         self._kill(agent)
+        self._kill_strays(_list_processes())
         for pipe in [*agent.pipes]:
             agent.read(pipe)
             os.close(pipe)
@@ -259,7 +260,7 @@ class _Host:
 
     # ---- processes
     def _check_limits(self) -> None:
-        """Kill agents that exceed their memory or number of processes, and processes that have left their agent."""
+        """Kill agents that exceed their memory or number of processes."""
         processes = _list_processes()
         for agent in [*self._agents.values()]:
             members = _members(agent.pid, processes)
@@ -270,6 +271,10 @@ class _Host:
                 agent.reason = f"it started more than {MAX_PROCESSES} processes"
             if agent.reason:
                 self._kill(agent)
+        self._kill_strays(processes)
+
+    def _kill_strays(self, processes: Mapping[int, tuple[int, int, int]]) -> None:
+        """Kill processes that have left the session of their agent, and whose parents have ended."""
         for pid, (parent, session, _) in processes.items():
             if parent == os.getpid() and pid not in self._agents and session not in self._agents:
                 _signal(pid)

@@ -143,9 +143,9 @@ class Door:
         return await self._loop.create_server(protocol, sock=listener)
 
     def count_requests(self, key: str) -> tuple[int, int]:
-        """Return the numbers of open and of refused requests with a key."""
+        """Return the number of answers that are being sampled for a key, and the number of its refused requests."""
         guest = self._guests.get(_digest(key.encode()))
-        return (0, 0) if guest is None else (guest.num_open, guest.num_refused)
+        return (0, 0) if guest is None else (len(guest.unfinished), guest.num_refused)
 
     def dismiss(self, key: str) -> None:
         """Accept no more requests with a key. Its open requests end with status 409."""

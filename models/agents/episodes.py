@@ -171,8 +171,8 @@ class AgentEpisodes:
             raise error
         passed = time.monotonic() - began
         for episode in [*self._live.values()]:
-            num_open, num_refused = door.count_requests(episode.key)
-            if not num_open and self.hosts.has_started(episode.name):
+            num_sampled, num_refused = door.count_requests(episode.key)
+            if not num_sampled and self.hosts.has_started(episode.name):
                 episode.seconds += passed
                 self.on_progress()
             if reason := self._find_excess(episode, num_refused):

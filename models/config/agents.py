@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rheostat.infra.config import Positive
 from rheostat.infra.environments.find import installed_versions
-from rheostat.infra.plugins import present_target
+from rheostat.infra.plugins import present_target, target_folders
 from rheostat.infra.processes.agents import RunAgent
 from rheostat.infra.processes.child import Interpreter, user_folders, user_interpreter
 from rheostat.infra.processes.episodes import RunEnvironment
@@ -81,8 +82,9 @@ class AgentEnvironment(AgentSettings):
     options: dict[str, JsonValue] = {}
     """Keyword arguments of the function or of the class. One object of a class serves all episodes of a worker."""
     command: tuple[str, ...] = ()
-    """Program and its arguments, which read the address, the key and the problem from environment variables. Set either
-    this or `target`."""
+    """Program and its arguments, which read the address, the key and the problem from environment variables. Files next
+    to the configuration file or in the working directory may be named without their folder. Set either this or
+    `target`."""
     python: Program | None = None
     """Python interpreter (3.9 or newer) that runs the function, with its installed packages. The default is the
     interpreter that runs Rheostat."""
@@ -105,7 +107,8 @@ class AgentEnvironment(AgentSettings):
     @property
     def program(self) -> RunAgent:
         """Description of the function or command."""
-        return RunAgent(self.run.where, target=self.run.target, options=self.options, command=self.command)
+        command = tuple(map(_locate_file, self.command))
+        return RunAgent(self.run.where, target=self.run.target, options=self.options, command=command)
 
     def find_interpreter(self) -> Interpreter:
         """Return the configured Python interpreter, or the one that runs Rheostat."""
@@ -120,6 +123,12 @@ class AgentEnvironment(AgentSettings):
             name = "options" if self.options else "python"
             raise ValueError(f"{name} can only be set together with target, but command is set. Remove {name}")
         return self
+
+
+def _locate_file(word: str) -> str:
+    """Return the path of a file in a folder of users' modules if a word of a command names one, else the word."""
+    paths = (Path(folder, word) for folder in target_folders()) if Path(word).suffix else ()
+    return next((str(path) for path in paths if path.is_file()), word)
 
 
 class VerifiersEnvironment(TasksetChoice, AgentSettings):

@@ -5,7 +5,6 @@ import signal
 import sys
 from dataclasses import replace
 from http.server import HTTPServer
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -20,7 +19,7 @@ from rheostat.models.records.versions import ModelVersion
 from tests.support.episodes import Episodes, forward_logprobs
 from tests.support.policies import write_chat_policy
 
-PROGRAM = str(Path(__file__).parents[2] / "support" / "agents.py")
+PROGRAM = "tests/support/agents.py"
 
 
 @pytest.fixture(scope="module")
