@@ -51,6 +51,7 @@ def _import_sibling(name: str) -> ModuleType:
 
 
 runner: Any = _import_sibling("runner")
+sandbox_runner: Any = _import_sibling("sandbox_runner")
 
 
 def serve_agents(order: Mapping[str, Any], calls: int, answers: int) -> None:
@@ -83,7 +84,13 @@ def _load(order: Mapping[str, Any]) -> Callable[..., object]:
         raise runner.InvalidTarget(f"{where} must be a function(problem, base_url, api_key), found {what}")
     if isinstance(found, type):
         runner.check_call(found, where=where, named=options)
-        function: Callable[..., object] = found(**options)
+        try:
+            function: Callable[..., object] = found(**options)
+        except ValueError:
+            raise
+        except Exception as error:  # any error of a user's class means that it cannot be used
+            reason = f"{type(error).__name__}: {runner.message_of(error)}"
+            raise runner.InvalidTarget(f"{where}: the object could not be created: {reason}") from error
         runner.check_call(function, "problem", "base_url", "api_key", where=where)
         return function
     runner.check_call(found, "problem", "base_url", "api_key", where=where, named=options)
@@ -246,7 +253,7 @@ class _Host:
             return None, agent.reason
         if status != 0:
             line = f": {agent.last_line}" if agent.last_line else ""
-            return None, f"{_describe_end(status)}{line}"
+            return None, f"{sandbox_runner.describe_end(status)}{line}"
         try:
             if self._function is None:
                 return _read_result_file(agent.directory / "result.json"), ""
@@ -318,15 +325,6 @@ def _members(leader: int, processes: Mapping[int, tuple[int, int, int]]) -> set[
     while more := {pid for pid, (parent, _, _) in processes.items() if parent in members} - members:
         members |= more
     return members
-
-
-def _describe_end(status: int) -> str:
-    """Describe how a process ended, from its exit status as returned by `os.waitpid`."""
-    if os.WIFSIGNALED(status):
-        with contextlib.suppress(ValueError):
-            return f"its process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"its process was killed by signal {os.WTERMSIG(status)}"
-    return f"its process ended with exit code {os.WEXITSTATUS(status)}"
 
 
 def _read_result_file(path: Path) -> object:

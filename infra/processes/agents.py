@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,7 +75,7 @@ class AgentEnd:
 _END: Final = TypeAdapter(AgentEnd)
 Listen = Callable[[str, socket.socket], None]
 """Function that makes the server of the policy accept connections from the listener in the sandbox of an episode. The
-server then owns the listener."""
+server then owns the listener. The name of the episode is empty if the agent is only checked."""
 
 
 class _Host:
@@ -144,8 +144,7 @@ class _Host:
             if not descriptors or not isinstance(description[0], int):
                 raise invalid_answer()
             self._port = description[0]
-            [episode] = self.orders
-            listen(episode, socket.socket(fileno=descriptors[0]))
+            listen(next(iter(self.orders), ""), socket.socket(fileno=descriptors[0]))
         self.is_ready = True
         for order in self.orders.values():
             self._send(order)
@@ -182,8 +181,8 @@ class AgentHosts:
             self._hosts[name].start(order)
 
     def check(self) -> None:
-        """Import the agent. Raises BadInput if it cannot be used."""
-        self._hosts[""] = host = _Host(self._agent, replace(self._interpreter, sandboxed=False), self._home)
+        """Import the agent, in a sandbox if agents are sandboxed. Raises BadInput if the agent cannot be used."""
+        self._hosts[""] = host = _Host(self._agent, self._interpreter, self._home)
         while not host.is_ready:
             _wait_for([host], POLL_SECONDS)
             try:

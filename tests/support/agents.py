@@ -162,6 +162,16 @@ def look(problem, base_url, api_key, port=0, folder=""):
     raise RuntimeError(json.dumps(found))
 
 
+class Writes:
+    """Agent that writes a file when its object is created."""
+
+    def __init__(self, path):
+        Path(path).write_text("x")
+
+    def __call__(self, problem, base_url, api_key):
+        """Return nothing."""
+
+
 class Counter:
     """Agent that is loaded once, and counts its calls."""
 
