@@ -27,10 +27,9 @@ from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits
 from rheostat.models.agents.stored_branches import Ending, fill
 from rheostat.models.config.agents import AgentSettings
-from rheostat.models.data.problems import Message
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.seeds import derive_seed
-from rheostat.models.rollouts.groups import ChatMessage, Group, PartialCompletion
+from rheostat.models.rollouts.groups import Group, PartialCompletion, store_messages
 
 MAX_REFUSED: Final = 200
 """Number of refused requests after which an agent is stopped."""
@@ -227,7 +226,7 @@ class AgentEpisodes:
     def _fill(self, episode: _Episode, ending: Ending) -> PartialCompletion:
         """Return the completion that stores the turns of an episode."""
         opened = episode.recorded
-        messages, replayed = _store_messages(opened.last_chat[1]), frozenset(opened.replayed)
+        messages, replayed = store_messages(opened.last_chat[1]), frozenset(opened.replayed)
         ending = replace(ending, messages=messages, replayed=replayed)
         record = EpisodeRecord(opened.record.turns())
         self.journal.add_ended(episode.label, EndedEpisode.of(record.turns(), ending))
@@ -268,8 +267,3 @@ def _read_number(value: JsonValue, name: str) -> float:
         if math.isfinite(number):
             return number
     raise ValueError(f"{name} of the agent must be a finite number, but it is {value!r:.60}")
-
-
-def _store_messages(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """Convert the messages of a chat to the format in which rollouts store them."""
-    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in messages)

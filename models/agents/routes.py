@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
@@ -20,11 +21,12 @@ from rheostat.models.agents.replies import (
 from rheostat.models.agents.sampler import OpenEpisode, SampledTurn, SamplingWish, TurnSampler, check_length
 from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest
 from rheostat.models.config.policy_server import ObservedHistory
+from rheostat.models.engines.requests import generation_settings, stated_ends
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.calls import ParsedTurn, Parser, build_parser
 from rheostat.models.text.per_turn import decode_turn
-from rheostat.models.text.tokenizer import build_token_decoder, tokenize_prompts
-from rheostat.models.text.turns import TurnFormat
+from rheostat.models.text.tokenizer import build_token_decoder, load_tokenizer, tokenize_prompts
+from rheostat.models.text.turns import TurnFormat, turn_format
 
 _T = TypeVar("_T")
 
@@ -148,6 +150,13 @@ class AgentRoutes:
         if unknown := [token for token in prompt if token >= len(self.form.tokenizer)]:
             raise ValueError(f"the token {unknown[0]} is not in the vocabulary, which has {len(self.form.tokenizer)}")
         return prompt
+
+
+def read_form(directory: Path) -> TurnFormat:
+    """Return the format of the policy's turns. `directory` contains the policy's tokenizer."""
+    tokenizer = load_tokenizer(directory)
+    ends = stated_ends(generation_settings(directory))
+    return turn_format(tokenizer, stated=ends, is_chat=bool(tokenizer.chat_template))
 
 
 def _wants(request: ChatRequest | TextRequest) -> Mapping[str, bool]:

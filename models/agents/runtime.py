@@ -22,7 +22,7 @@ from rheostat.infra.store.contracts import Objects
 from rheostat.models.agents.episodes import AgentEpisodes
 from rheostat.models.agents.journal import EpisodeJournal
 from rheostat.models.agents.replies import ReplyHead
-from rheostat.models.agents.routes import AgentRoutes
+from rheostat.models.agents.routes import AgentRoutes, read_form
 from rheostat.models.agents.sampler import TurnLimits, TurnSampler
 from rheostat.models.config.agents import AgentSettings
 from rheostat.models.config.engines import SamplingConfig
@@ -36,14 +36,13 @@ from rheostat.models.engines.protocol import (
     Request,
     StatesPlaces,
 )
-from rheostat.models.engines.requests import context_of, generation_settings, stated_ends
+from rheostat.models.engines.requests import context_of
 from rheostat.models.environments.clock import EnvironmentClock
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import RolloutWork
 from rheostat.models.rollouts.groups import Group, PartialCompletion
 from rheostat.models.text.calls import build_parser
-from rheostat.models.text.tokenizer import load_tokenizer
-from rheostat.models.text.turns import TurnFormat, turn_format
+from rheostat.models.text.turns import TurnFormat
 
 MODEL: Final = "policy"
 """Name of the policy in the answers to agents."""
@@ -178,13 +177,6 @@ def find_limits(
         concurrent=settings.concurrent_requests,
         context=longest if context is None else min(longest, context),
     )
-
-
-def read_form(directory: Path) -> TurnFormat:
-    """Return the format of the policy's turns. `directory` contains the policy's tokenizer."""
-    tokenizer = load_tokenizer(directory)
-    ends = stated_ends(generation_settings(directory))
-    return turn_format(tokenizer, stated=ends, is_chat=bool(tokenizer.chat_template))
 
 
 def describe_agent(settings: AgentSettings) -> tuple[RunAgent, Interpreter]:

@@ -12,15 +12,13 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import BundleRef
 from rheostat.models.agents.door import Door
 from rheostat.models.agents.replies import ReplyHead
-from rheostat.models.agents.routes import AgentRoutes
+from rheostat.models.agents.routes import AgentRoutes, read_form
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits, TurnSampler
 from rheostat.models.config.policy_server import PolicyServer
 from rheostat.models.engines.local.engine import HuggingFaceEngine
-from rheostat.models.engines.requests import context_of, generation_settings, stated_ends
+from rheostat.models.engines.requests import context_of
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.text.calls import build_parser
-from rheostat.models.text.tokenizer import load_tokenizer
-from rheostat.models.text.turns import turn_format
 from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 UNLIMITED: Final = 1 << 40
@@ -37,12 +35,9 @@ class PolicyDoor:
         if not directory.is_dir():
             raise missing_directory_error("policy", directory)
         check_untrusted_files(directory)
-        tokenizer = load_tokenizer(directory)
-        form = turn_format(
-            tokenizer, stated=stated_ends(generation_settings(directory)), is_chat=bool(tokenizer.chat_template)
-        )
+        form = read_form(directory)
         if config.parser != "auto":  # found for the tools of each request
-            _check_parser(config.parser, tokenizer)
+            _check_parser(config.parser, form.tokenizer)
         self._engine = engine = HuggingFaceEngine(config.engine, adapter_rank=0)
         engine.load(directory, ModelVersion(0, BundleRef(key="", digest="", bytes=0)))
         self._decoder = engine.batch_continuously()

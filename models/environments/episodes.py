@@ -30,7 +30,7 @@ from rheostat.models.environments.context import ContextBuilder
 from rheostat.models.environments.responders import Responder, TurnAnswer
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.seeds import derive_seed
-from rheostat.models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
+from rheostat.models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord, store_messages
 from rheostat.models.text.calls import ParsedTurn, Parser
 from rheostat.models.text.per_turn import Exchange, decode_turn
 from rheostat.models.text.turns import TurnFormat
@@ -190,7 +190,7 @@ class Episodes:
         messages = self._shorten_messages(step)
         tokens = self.form.encode_observation(messages)
         episode.draft = replace(
-            episode.draft, input=episode.draft.input.append_observation(tokens), messages=_append_to_chat(messages)
+            episode.draft, input=episode.draft.input.append_observation(tokens), messages=store_messages(messages)
         )
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
@@ -280,7 +280,7 @@ class Episodes:
         episode.draft = replace(
             followed,
             turns=(*before, replace(last, observation=observation)),
-            messages=(*draft.messages, *_append_to_chat(messages)),
+            messages=(*draft.messages, *store_messages(messages)),
         )
 
     def _shorten_messages(self, step: EnvironmentStep) -> list[Message]:
@@ -310,8 +310,3 @@ class Episodes:
         is_cut = draft.finish_reason is FinishReason.CUT
         ended = [self.parse(decode_turn(self.form, turn)) for turn in draft.generated_turns()[:-1]] if is_cut else []
         return _Episode(number, group, draft, limit, turns=ended)
-
-
-def _append_to_chat(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """Convert an environment's messages to the format in which rollouts store chat messages."""
-    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in messages)

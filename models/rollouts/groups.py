@@ -1,7 +1,7 @@
 """Groups of completions in progress. A group may start in one iteration and end in a later one. Torch-free."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypedDict
@@ -40,6 +40,11 @@ class ChatMessage(TypedDict):
     role: str
     content: str
     name: str | None
+
+
+def store_messages(messages: Iterable[Message]) -> tuple[ChatMessage, ...]:
+    """Convert messages to the format in which rollouts store them."""
+    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
@@ -17,10 +18,10 @@ from rheostat.models.modeling.layout import lay_out
 from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
 from rheostat.models.modeling.policy import load_policy
 from rheostat.models.records.model_input import rollout_inputs
-from rheostat.models.records.versions import Outcome
+from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import RolloutWork
 from rheostat.models.workers.rollout import RolloutWorker
-from tests.support.policies import small_tokenizer
+from tests.support.policies import small_tokenizer, write_chat_policy
 from tests.support.rollout_workers import ENGINE, example
 
 STOPS = SamplingConfig(max_new_tokens=40, stop=("a", "e", "o", " ", "1", "0"))
@@ -59,6 +60,18 @@ class Episodes:
     ) -> list[dict[str, object]]:
         """Generate the episodes of the work and return their rows."""
         return self.read_rows(*self.play(settings, engine, **changes).shards)
+
+
+def chat_episodes(home: Path, *, max_new_tokens: int) -> Episodes:
+    """Return episodes of two problems, two of each, with a policy that has a chat template."""
+    folder = home / "chat"
+    write_chat_policy(folder, "qwen-2.5", likely={"<|im_end|>": 0.05})
+    made = Episodes(home)
+    policy = ModelVersion(version=0, weights=publish_bundle(made.store, folder, prefix="policies"))
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    made.work = replace(made.work, policy=policy, sampling=sampling, rows=(2, 3), group_size=2)
+    made.policy = folder
+    return made
 
 
 def index_rows(rows: list[dict[str, object]]) -> dict[tuple[int, int], dict[str, object]]:

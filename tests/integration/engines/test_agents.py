@@ -3,7 +3,6 @@
 import multiprocessing
 import signal
 import sys
-from dataclasses import replace
 from http.server import HTTPServer
 
 import numpy as np
@@ -11,28 +10,18 @@ import psutil
 import pytest
 
 from rheostat.infra.errors import BadInput
-from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.shards import read_shard
+from rheostat.models.agents.runtime import check_agent
 from rheostat.models.config.agents import AgentEnvironment
-from rheostat.models.config.engines import SamplingConfig
-from rheostat.models.records.versions import ModelVersion
-from tests.support.episodes import Episodes, forward_logprobs
-from tests.support.policies import write_chat_policy
+from tests.support.chat_templates import tokenizer_of
+from tests.support.episodes import chat_episodes, forward_logprobs
 
 PROGRAM = "tests/support/agents.py"
 
 
 @pytest.fixture(scope="module")
 def agents(home):
-    """Episodes with a policy that has a chat template."""
-    folder = home / "chat"
-    write_chat_policy(folder, "qwen-2.5", likely={"<|im_end|>": 0.05})
-    episodes = Episodes(home)
-    policy = ModelVersion(version=0, weights=publish_bundle(episodes.store, folder, prefix="policies"))
-    sampling = SamplingConfig(max_new_tokens=2000)
-    episodes.work = replace(episodes.work, policy=policy, sampling=sampling, rows=(2, 3), group_size=2)
-    episodes.policy = folder
-    return episodes
+    return chat_episodes(home, max_new_tokens=2000)
 
 
 def agent(name="talk", **settings):
@@ -188,3 +177,14 @@ def test_a_missing_function_program_variable_or_interpreter_is_named(agents):
     for expected, settings in cases.items():
         with pytest.raises(BadInput, match=expected):
             agents.play(settings)
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
+def test_the_check_before_a_run_imports_a_sandboxed_agent_in_its_sandbox(tmp_path, sandbox):
+    settings = agent("Writes", options={"path": str(tmp_path / "written")}, sandbox=sandbox)
+    if sandbox == "none":
+        check_agent(settings, tokenizer_of("qwen-2.5"), ())
+    else:
+        with pytest.raises(BadInput, match=r"agents:Writes.*the object could not be created: [A-Za-z]*Error: "):
+            check_agent(settings, tokenizer_of("qwen-2.5"), ())
+    assert (tmp_path / "written").exists() == (sandbox == "none")

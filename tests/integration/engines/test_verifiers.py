@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,16 +14,13 @@ import pytest
 from rheostat.infra.environments.find import find_python
 from rheostat.infra.errors import BadInput
 from rheostat.infra.processes.agents import AgentHosts
-from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.shards import read_shard, write_shard
 from rheostat.models.agents.runtime import describe_agent
 from rheostat.models.config.agents import VerifiersEnvironment
 from rheostat.models.config.data import VerifiersData
-from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.problems import load_problems
-from rheostat.models.records.versions import ModelVersion
 from rheostat.tasks.views.query import query_runs
-from tests.support.episodes import Episodes
+from tests.support.episodes import chat_episodes
 from tests.support.jobs import ROOT
 from tests.support.policies import write_chat_policy
 
@@ -42,14 +38,7 @@ def _user_folder(monkeypatch):
 
 @pytest.fixture(scope="module")
 def episodes(home):
-    """Episodes with a policy that has a chat template."""
-    folder = home / "chat"
-    write_chat_policy(folder, "qwen-2.5", likely={"<|im_end|>": 0.05})
-    made = Episodes(home)
-    policy = ModelVersion(version=0, weights=publish_bundle(made.store, folder, prefix="policies"))
-    sampling = SamplingConfig(max_new_tokens=3500)
-    made.work = replace(made.work, policy=policy, sampling=sampling, rows=(2, 3), group_size=2)
-    return made
+    return chat_episodes(home, max_new_tokens=3500)
 
 
 def play(episodes, harness, *, fails="", harness_options=(), agent_seconds=300, **options):
