@@ -33,7 +33,7 @@ class RestartingProcess(Generic[Process]):
 
     @property
     def is_up(self) -> bool:
-        """Whether the process is running and has loaded its code, as far as known from its last use."""
+        """Whether the process was running and had loaded its code when it was last used."""
         return self._process is not None and self._is_ready
 
     def start(self) -> None:

@@ -94,8 +94,8 @@ class AgentEnvironment(AgentSettings):
 
     @property
     def run(self) -> RunEnvironment:
-        """Description of the agent: the function that `target` names, and its options. Without a function, the command
-        is not a part of the run's identity."""
+        """Description of the agent: the function that `target` names, and its options. Files of a command are not part
+        of the run's identity."""
         where = f"rollout.environment target {self.target!r}" if self.target else "rollout.environment.command"
         return RunEnvironment(where, target=present_target(self.target) if self.target else "", options=self.options)
 

@@ -36,7 +36,6 @@ class _Call:
     num_rows: int
     abandoned: tuple[Event, ...]
     """Events of the requests. The call is abandoned when one of them is set."""
-    """Event that is set when nobody waits for the rows any more, or None if somebody always waits."""
     finished: dict[tuple[int, int], Completion] = field(default_factory=dict)
     """Completions of the finished rows, by index of the request and index of the sample."""
     done: Future[dict[tuple[int, int], Completion]] = field(default_factory=Future)
@@ -105,7 +104,7 @@ class ContinuousDecoder:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error with which decoding has ended, or None while it goes on."""
+        """Error that ended decoding, or None if decoding has not ended."""
         return self._end
 
     @property

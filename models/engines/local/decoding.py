@@ -121,8 +121,8 @@ class RowDecoder:
         self._rows: dict[int, CompletionRow] = {}
         """Rows by slot. Finished rows stay until `pop`."""
         self._samplings: dict[int, SamplingConfig] = {}
-        """Settings by slot, of which the maximum length and the stop texts are used. They stay after `pop`, because the
-        finished row may still be in the batch."""
+        """Settings by slot. Only the maximum length and the stop texts are used. The settings stay after `pop`, because
+        the finished row may still be in the batch."""
         self._output = _Output.without_slots(policy.model.device)
         self._live: DecodingBatch | None = None
         self._logits_BV: Tensor

@@ -55,8 +55,8 @@ class DecodingBatch:
         return places_N
 
     def admit(self, new: "DecodingBatch") -> None:
-        """Append the rows of `new` to the batch, all of which must be unfinished. Cache entries that contain only
-        padding are removed."""
+        """Append the rows of `new`, which must be unfinished, to the batch. Cache entries that contain only padding are
+        removed."""
         width = max(int(self.lengths_B.max()), new.width)
         join_in_place(self.cache, new.cache, width)
         self.padding_B = torch.cat([self.padding_B + (width - self.width), new.padding_B + (width - new.width)])
