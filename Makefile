@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers test-containers check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
@@ -95,6 +95,10 @@ test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="
 test-verifiers: $(VENV)/.dev  ## the tests that need the package verifiers, in an environment of its own
 	@$(BIN)/rheostat engine install verifiers
 	@$(BIN)/python -m pytest -n 0 -m verifiers $(ARGS)
+
+test-containers: $(VENV)/.dev  ## the tests of agents in containers, with podman and, if it is installed, docker's client
+	@command -v podman >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends podman runc; }
+	@$(BIN)/python -m pytest -n 0 -m containers $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .

@@ -58,12 +58,12 @@ def serve_agents(order: Mapping[str, Any], calls: int, answers: int) -> None:
     """Load the agent that `order` describes, then start agents until the pipe `calls` is closed. Messages are written
     to the pipe `answers`.
 
-    With `order["channel"]`, an inherited socket, a listener on the loopback interface is sent through this socket
-    first. Raises ValueError if the agent cannot be used.
+    With `order["channel"]`, an inherited socket or the path of a Unix socket, a listener on the loopback interface is
+    sent through this socket first. Raises ValueError if the agent cannot be used.
     """
+    channel = None if order["channel"] is None else _open_channel(order["channel"])
     function = _load(order) if order["target"] else None
-    port = _send_listener(order["channel"]) if order["channel"] is not None else None
-    runner.send(answers, [port])
+    runner.send(answers, [None if channel is None else _send_listener(channel)])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     host = _Host(order, function, calls, answers)
@@ -97,11 +97,20 @@ def _load(order: Mapping[str, Any]) -> Callable[..., object]:
     return functools.partial(found, **options)
 
 
-def _send_listener(channel: int) -> int:
-    """Create a listener on the loopback interface of this sandbox, send it through the socket `channel`, and return its
-    port."""
-    with socket.socket(fileno=channel) as sender, socket.create_server(("127.0.0.1", 0)) as listener:
-        socket.send_fds(sender, [b"listener"], [listener.fileno()])
+def _open_channel(channel: int | str) -> socket.socket:
+    """Return a socket of an inherited file, or a socket that is connected to a Unix socket."""
+    if isinstance(channel, int):
+        return socket.socket(fileno=channel)
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(channel)
+    return connected
+
+
+def _send_listener(channel: socket.socket) -> int:
+    """Create a listener on the loopback interface of this sandbox or container, send it through the socket `channel`,
+    and return its port."""
+    with channel, socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.send_fds(channel, [b"listener"], [listener.fileno()])
         return int(listener.getsockname()[1])
 
 

@@ -365,7 +365,9 @@ def main() -> None:
     os.dup2(2, 1)  # output of functions
     order = _receive(calls)
     limits = order["limits"]
-    if limits is None:
+    if order["parent"] is None:  # in a container
+        import_sibling("sandbox_runner").protect_process()
+    elif limits is None:
         die_with_parent(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process without an exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])

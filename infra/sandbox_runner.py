@@ -43,7 +43,7 @@ def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
         unreadable = [each for each in folders if os.path.exists(each) and not os.access(each, os.R_OK | os.X_OK)]  # noqa: PTH110 -- raises nothing
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+    protect_process()
     if not unreadable:
         return ""
     return (
@@ -51,6 +51,11 @@ def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
         f"{', '.join(unreadable)}. Let every user read these folders (chmod -R o+rX {unreadable[0]}), "
         "or run the job as another user."
     )
+
+
+def protect_process() -> None:
+    """Prevent other processes of the same user from reading or changing this process."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
 
 
 def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Processes in which agents run. An agent is a function or a program of the user that uses the policy through OpenAI's
 API, in one process per episode (infra/agent_runner.py).
 
-Without a sandbox, one process imports the function, and the agents are forked from it. With a sandbox, every agent has
-a sandbox of its own, so that agents cannot reach each other. From inside a sandbox, only the policy can be reached.
+Without isolation, one process imports the function, and the agents are forked from it. Otherwise every agent has a
+separate sandbox or container, so that agents cannot reach each other. From inside a sandbox, or a container without a
+network, only the policy can be reached.
 """
 
 import contextlib
@@ -13,13 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rheostat.infra.errors import BadInput, WorkerFailed
 from rheostat.infra.processes import guard
 from rheostat.infra.processes.child import START_SECONDS, Child, Interpreter, ProcessEnded, invalid_answer
+from rheostat.infra.processes.containers import CHANNEL, SOCKET, SocketDirectory
 
 PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "USER", "SSL_CERT_FILE", "LD_LIBRARY_PATH")
 """Names of the environment variables of this process that agents without a sandbox receive."""
@@ -83,23 +85,30 @@ class _Host:
 
     def __init__(self, agent: RunAgent, interpreter: Interpreter, home: Path) -> None:
         """Start the process. `home` is the directory for the agents' files."""
-        channels = socket.socketpair() if interpreter.sandboxed else ()
-        order: dict[str, Any] = asdict(agent) | {
-            "home": "/tmp" if channels else str(home),
-            "channel": channels[1].fileno() if channels else None,
-        }
+        self._sockets = contextlib.ExitStack()
+        self._channel: Callable[[], socket.socket] | None = None
+        """Function that returns the socket through which the process sends its listener, if agents are isolated."""
+        channel: int | str | None = None
+        directory: Path | None = None
+        if interpreter.container is not None:
+            shared = self._sockets.enter_context(contextlib.closing(SocketDirectory()))
+            self._channel, channel, directory = shared.accept, f"{CHANNEL}/{SOCKET}", shared.path
+        elif interpreter.sandboxed:
+            ours, theirs = map(self._sockets.enter_context, socket.socketpair())
+            self._channel, channel = lambda: ours, theirs.fileno()
+        order = asdict(agent) | {"home": "/tmp" if interpreter.is_isolated else str(home), "channel": channel}
         own = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        self._channel = channels[0] if channels else None
         self.child = Child(
             {"agent": order},
             interpreter,
             what=agent.where,
             seconds=_CHANNEL_SECONDS,
             variables={**own, guard.SERVER: str(home)},
-            descriptors=[each.fileno() for each in channels[1:]],
+            descriptors=[channel] if isinstance(channel, int) else (),
+            channel=directory,
         )
-        for each in channels[1:]:
-            each.close()
+        if interpreter.sandboxed:
+            theirs.close()
         self.orders: dict[str, AgentOrder] = {}
         """Orders of the episodes that have not ended."""
         self.is_ready = False
@@ -139,8 +148,9 @@ class _Host:
         if not isinstance(description, list) or len(description) != 1:
             raise invalid_answer()
         if self._channel is not None:
-            self._channel.settimeout(_CHANNEL_SECONDS)
-            _, descriptors, _, _ = socket.recv_fds(self._channel, 64, 1)
+            channel = self._sockets.enter_context(self._channel())
+            channel.settimeout(_CHANNEL_SECONDS)
+            _, descriptors, _, _ = socket.recv_fds(channel, 64, 1)
             if not descriptors or not isinstance(description[0], int):
                 raise invalid_answer()
             self._port = description[0]
@@ -159,9 +169,8 @@ class _Host:
 
     def close(self) -> None:
         """Kill the process and all its agents."""
+        self._sockets.close()
         self.child.kill()
-        if self._channel is not None:
-            self._channel.close()
 
 
 class AgentHosts:
@@ -170,18 +179,23 @@ class AgentHosts:
     def __init__(self, agent: RunAgent, interpreter: Interpreter, home: Path) -> None:
         self._agent, self._interpreter, self._home = agent, interpreter, home
         self._hosts: dict[str, _Host] = {}
-        """Host processes: one for each episode if agents are sandboxed, else a single one with an empty name."""
+        """Host processes: one for each episode if agents are isolated, else a single one with an empty name."""
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether each agent has its own process that starts it, in a sandbox or container."""
+        return self._interpreter.is_isolated
 
     def start(self, order: AgentOrder) -> None:
         """Start the agent of an episode."""
-        name = order.episode if self._interpreter.sandboxed else ""
+        name = order.episode if self._interpreter.is_isolated else ""
         if name not in self._hosts:
             self._hosts[name] = _Host(self._agent, self._interpreter, self._home)
         with contextlib.suppress(ProcessEnded):  # `wait` reports it
             self._hosts[name].start(order)
 
     def check(self) -> None:
-        """Import the agent, in a sandbox if agents are sandboxed. Raises BadInput if the agent cannot be used."""
+        """Import the agent, isolated if agents are isolated. Raises BadInput if the agent cannot be used."""
         self._hosts[""] = host = _Host(self._agent, self._interpreter, self._home)
         while not host.is_ready:
             _wait_for([host], POLL_SECONDS)
@@ -192,12 +206,12 @@ class AgentHosts:
 
     def has_started(self, episode: str) -> bool:
         """Return whether the agent of an episode has been started, after its import."""
-        host = self._hosts.get(episode if self._interpreter.sandboxed else "")
+        host = self._hosts.get(episode if self._interpreter.is_isolated else "")
         return host is not None and host.is_ready
 
     def stop(self, episode: str) -> None:
-        """Kill the agent of an episode. `wait` still returns its end, unless it is sandboxed."""
-        if self._interpreter.sandboxed:
+        """Kill the agent of an episode. `wait` still returns its end, unless it is isolated."""
+        if self._interpreter.is_isolated:
             if (host := self._hosts.pop(episode, None)) is not None:
                 host.close()
         elif "" in self._hosts:

@@ -29,6 +29,7 @@ from rheostat.infra.errors import BadInput, WorkerFailed, WorkerLost
 from rheostat.infra.former_names import HOME
 from rheostat.infra.plugins import target_folders
 from rheostat.infra.processes.clock import CallClock
+from rheostat.infra.processes.containers import Container, start_contained
 from rheostat.infra.processes.sandbox import (
     NOBODY,
     call_limits,
@@ -61,6 +62,13 @@ class Interpreter:
     first: tuple[str, ...]
     last: tuple[str, ...]
     sandboxed: bool = False
+    container: Container | None = None
+    """Containers in which the functions run, with the Python of their image, or None."""
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether functions run in a sandbox or in a container."""
+        return self.sandboxed or self.container is not None
 
 
 class ProcessEnded(Exception):
@@ -124,18 +132,23 @@ class Child:
         seconds: float,
         variables: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
+        channel: Path | None = None,
     ) -> None:
         """Start the process without waiting for its imports. `seconds` is the time limit of a call.
 
-        `variables` are the process's environment variables (default: those of this process). A process in a sandbox
-        gets a fixed environment instead. The process inherits the open files `descriptors`.
+        `variables` are the process's environment variables (default: those of this process). A process in a sandbox or
+        container gets a fixed environment instead. The process inherits the open files `descriptors`, unless it runs in
+        a container, where the directory `channel` is mounted.
         """
         self._what = what
         self._unread, self._killed = b"", False
         self._sandboxed = interpreter.sandboxed
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
-        if self._sandboxed:
-            folders = (*interpreter.first, *interpreter.last)
+        folders = (*interpreter.first, *interpreter.last)
+        if interpreter.container is not None:
+            assert channel is not None, "a container has a channel"
+            self._process = start_contained(interpreter.container, command[1:], folders, channel=channel)
+        elif self._sandboxed:
             self._process = start_sandboxed(command, folders, stderr=subprocess.DEVNULL, descriptors=descriptors)
         else:
             errors = _print_visibly()
@@ -154,7 +167,7 @@ class Child:
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         self._order = {
-            "parent": os.getpid(),
+            "parent": os.getpid() if interpreter.container is None else None,
             "first": interpreter.first,
             "last": interpreter.last,
             "limits": call_limits(seconds) if self._sandboxed else None,

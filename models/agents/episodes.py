@@ -203,7 +203,7 @@ class AgentEpisodes:
             episode.ends.append(end.error)
             if len(episode.ends) < MAX_ENDS:
                 return None
-            if not self.settings.sandboxed_by:
+            if not self.hosts.is_isolated:
                 raise WorkerLost(
                     f"{self.settings.run.where}: the process of the agents ended {len(episode.ends)} times in a row "
                     f"({end.error}). Check that the machine has enough memory and that nothing kills the process."

@@ -189,13 +189,14 @@ def describe_agent(settings: AgentSettings) -> tuple[RunAgent, Interpreter]:
                 f"rollout.environment.variables: the environment variable {name!r} is not set. Set it before you start "
                 "the run, or remove its name"
             )
-    if program.command and shutil.which(program.command[0]) is None:
+    interpreter = settings.find_interpreter()
+    if program.command and interpreter.container is None and shutil.which(program.command[0]) is None:
         raise BadInput(
             f"{program.where}: there is no program {program.command[0]!r} on the PATH. Install it, or correct it"
         )
     variables = {name: os.environ[name] for name in settings.variables}
     agent = replace(program, variables=variables, memory_bytes=settings.memory_mib << 20)
-    return agent, settings.find_interpreter()
+    return agent, interpreter
 
 
 def check_agent(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> None:

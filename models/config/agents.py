@@ -7,11 +7,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from rheostat.infra.config import Positive
+from rheostat.infra.config import Positive, Since
 from rheostat.infra.environments.find import installed_versions
 from rheostat.infra.plugins import present_target, target_folders
 from rheostat.infra.processes.agents import RunAgent
 from rheostat.infra.processes.child import Interpreter, user_folders, user_interpreter
+from rheostat.infra.processes.containers import PYTHON, Container, check_container
 from rheostat.infra.processes.episodes import RunEnvironment
 from rheostat.infra.store.inputs import Program
 from rheostat.infra.variants import ImportString, Variant
@@ -88,9 +89,14 @@ class AgentEnvironment(AgentSettings):
     python: Program | None = None
     """Python interpreter (3.9 or newer) that runs the function, with its installed packages. The default is the
     interpreter that runs Rheostat."""
-    sandbox: Literal["none", "bubblewrap"] = "none"
+    sandbox: Literal["none", "bubblewrap", "podman", "docker"] = "none"
     """Isolation of each agent: "bubblewrap" runs it in a sandbox without network access except to the policy, without
-    write access to your files, and unable to see other processes."""
+    write access to your files, and unable to see other processes. "podman" and "docker" run it in a container of
+    `image` with the same restrictions."""
+    image: Annotated[str | None, Since("0.2.0", before=None)] = None
+    """Image of the containers. It needs `python3` (3.9 or newer), and must be present on each machine."""
+    container_options: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
+    """Additional options of `podman run` or `docker run`, such as `["--network", "bridge", "--memory", "4g"]`."""
 
     @property
     def run(self) -> RunEnvironment:
@@ -101,8 +107,15 @@ class AgentEnvironment(AgentSettings):
 
     @property
     def sandboxed_by(self) -> str:
-        """Configuration key that requires a sandbox, for messages. Empty if no sandbox is required."""
+        """Configuration key that requires bubblewrap, for messages. Empty if it is not required."""
         return "rollout.environment.sandbox" if self.sandbox == "bubblewrap" else ""
+
+    @property
+    def container(self) -> Container | None:
+        """Container in which each agent runs, or None."""
+        if self.sandbox == "podman" or self.sandbox == "docker":
+            return Container(self.sandbox, self.image or "", self.container_options)
+        return None
 
     @property
     def program(self) -> RunAgent:
@@ -111,7 +124,10 @@ class AgentEnvironment(AgentSettings):
         return RunAgent(self.run.where, target=self.run.target, options=self.options, command=command)
 
     def find_interpreter(self) -> Interpreter:
-        """Return the configured Python interpreter, or the one that runs Rheostat."""
+        """Return the configured Python interpreter, the one of the image, or the one that runs Rheostat."""
+        if (container := self.container) is not None:
+            check_container(container, where="rollout.environment.sandbox", program="".join(self.command[:1]))
+            return Interpreter(PYTHON, user_folders(), (), container=container)
         return user_interpreter(self.python, sandbox=self.sandboxed_by, where="rollout.environment.python")
 
     @model_validator(mode="after")
@@ -122,6 +138,21 @@ class AgentEnvironment(AgentSettings):
         if self.command and (self.options or self.python):
             name = "options" if self.options else "python"
             raise ValueError(f"{name} can only be set together with target, but command is set. Remove {name}")
+        return self
+
+    @model_validator(mode="after")
+    def _require_image(self) -> Self:
+        if self.container is None:
+            for name in ("image", "container_options"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} can only be set with sandbox = 'podman' or 'docker', but sandbox is {self.sandbox!r}. "
+                        f"Set sandbox, or remove {name}"
+                    )
+        elif not self.image:
+            raise ValueError(f"sandbox = {self.sandbox!r} needs an image. Set image, such as image = 'python:3.13'")
+        elif self.python:
+            raise ValueError(f"sandbox = {self.sandbox!r} uses the python3 of the image. Remove python")
         return self
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import torch
 from rheostat.infra.store.bundles import publish_bundle
 from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.infra.store.storage import open_store
+from rheostat.models.config.agents import AgentEnvironment
 from rheostat.models.config.engines import SamplingConfig, TransformersEngine
 from rheostat.models.config.environments import TargetEnvironment
 from rheostat.models.config.episodes import EpisodeSettings
@@ -72,6 +74,17 @@ def chat_episodes(home: Path, *, max_new_tokens: int) -> Episodes:
     made.work = replace(made.work, policy=policy, sampling=sampling, rows=(2, 3), group_size=2)
     made.policy = folder
     return made
+
+
+def agent(name: str = "talk", **settings: object) -> AgentEnvironment:
+    """Return the settings of an agent of tests/support/agents.py."""
+    defaults = {"turn_tokens": 20, "parser": "hermes", "agent_seconds": 60}
+    return AgentEnvironment(target=f"tests.support.agents:{name}", **{**defaults, **settings})
+
+
+def errors_of(rows: list[dict[str, Any]]) -> dict[int, str | None]:
+    """Return the errors of rows, by prompt row."""
+    return {row["prompt_row"]: next((turn["error"] for turn in row["turns"] if turn["error"]), None) for row in rows}
 
 
 def index_rows(rows: list[dict[str, object]]) -> dict[tuple[int, int], dict[str, object]]:

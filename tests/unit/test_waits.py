@@ -36,6 +36,7 @@ BOUNDED = {
     "infra/pools/fleet.py: asyncio.wait": "an arrangement: every start and every sleep in it has a limit",
     "infra/pools/fleet.py: task.result": "is done",
     "infra/pools/forks.py: connection.recv": "a socket with a limit, and the fork that waits for its word",
+    "infra/processes/containers.py: self._listener.accept": "does not block",
     "infra/pools/forks.py: listener.accept": "the forkserver, which its guard ends",
     "infra/pools/host.py: threading.Event().wait": "waits for the end of its process on purpose",
     "infra/pools/pool.py: asyncio.wait": "the use of a worker: it ends when the worker makes no progress",

@@ -14,7 +14,7 @@ from rheostat.infra.store.shards import read_shard
 from rheostat.models.agents.runtime import check_agent
 from rheostat.models.config.agents import AgentEnvironment
 from tests.support.chat_templates import tokenizer_of
-from tests.support.episodes import chat_episodes, forward_logprobs
+from tests.support.episodes import agent, chat_episodes, errors_of, forward_logprobs
 
 PROGRAM = "tests/support/agents.py"
 
@@ -22,16 +22,6 @@ PROGRAM = "tests/support/agents.py"
 @pytest.fixture(scope="module")
 def agents(home):
     return chat_episodes(home, max_new_tokens=2000)
-
-
-def agent(name="talk", **settings):
-    defaults = {"turn_tokens": 20, "parser": "hermes", "agent_seconds": 60}
-    return AgentEnvironment(target=f"tests.support.agents:{name}", **{**defaults, **settings})
-
-
-def errors_of(rows):
-    """Return the errors of rows, by prompt row."""
-    return {row["prompt_row"]: next((turn["error"] for turn in row["turns"] if turn["error"]), None) for row in rows}
 
 
 def test_the_turns_of_an_agent_are_recorded_with_its_rewards(agents):
