@@ -150,9 +150,10 @@ def look(problem, base_url, api_key, port=0, folder=""):
         "others": len([*Path("/proc").iterdir()]),
     }
     try:
-        found["runner"] = len([*Path("/proc/1/fd").iterdir()])
+        Path("/proc/1/fd/1").open("w").close()
+        found["runner"] = True
     except OSError:
-        found["runner"] = 0
+        found["runner"] = False
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
         found["port"] = True

@@ -47,7 +47,7 @@ def test_an_agent_in_a_container_reaches_only_the_policy(agents, tmp_path, monke
     for error in errors_of(rows).values():
         found = json.loads(error.removeprefix("the agent failed: RuntimeError: "))
         assert found["variables"] == ["SECRET_OF_AGENT"]
-        assert (found["port"], found["writes"], found["runner"]) == (False, False, 0)
+        assert (found["port"], found["writes"], found["runner"]) == (False, False, False)
     assert not list_containers()
 
 
