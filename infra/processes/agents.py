@@ -91,7 +91,7 @@ class _Host:
         channel: int | str | None = None
         directory: Path | None = None
         if interpreter.container is not None:
-            shared = self._sockets.enter_context(contextlib.closing(SocketDirectory()))
+            shared = self._sockets.enter_context(contextlib.closing(SocketDirectory(home)))
             self._channel, channel, directory = shared.accept, f"{CHANNEL}/{SOCKET}", shared.path
         elif interpreter.sandboxed:
             ours, theirs = map(self._sockets.enter_context, socket.socketpair())

@@ -6,7 +6,6 @@ client of the container engine is killed.
 """
 
 import functools
-import os
 import shutil
 import socket
 import subprocess
@@ -120,9 +119,10 @@ def _run(command: Sequence[str], *, where: str) -> subprocess.CompletedProcess[s
 class SocketDirectory:
     """Directory with a Unix socket, through which the first process of a container sends an open file."""
 
-    def __init__(self) -> None:
-        self._parent = tempfile.TemporaryDirectory(prefix="rheostat-")  # only this user can enter it
-        self.path = Path(self._parent.name) / "socket"
+    def __init__(self, home: Path) -> None:
+        """Create the directory in `home`."""
+        self._parent = Path(tempfile.mkdtemp(prefix="socket-", dir=home))  # only this user can enter it
+        self.path = self._parent / "shared"
         """Directory to mount in the container."""
         self.path.mkdir()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -143,5 +143,4 @@ class SocketDirectory:
     def close(self) -> None:
         """Delete the directory."""
         self._listener.close()
-        if os.path.isdir(self._parent.name):  # noqa: PTH112 -- called often
-            self._parent.cleanup()
+        shutil.rmtree(self._parent, ignore_errors=True)
