@@ -17,6 +17,7 @@ from rheostat.placement.records import PlanInputs
 from rheostat.tasks.views.metrics import format_number, format_percent, format_scientific
 from rheostat.tasks.views.placement import DecisionLine
 from rheostat.tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription
+from rheostat.tasks.views.turns import arrange_turns
 
 Rows = list[dict[str, str]]
 
@@ -198,9 +199,10 @@ def _describe_image(image: ShownImage) -> str:
 
 
 def _describe_turns(turns: Sequence[TurnRecord]) -> Iterator[str]:
-    """Yield one line for each turn of an episode, in order of time."""
-    for place, turn in enumerate(sorted(turns, key=lambda turn: turn.order or 0)):
-        yield _describe_turn(1 + (place if turn.order is None else turn.order), turn)
+    """Yield one line for each turn of an episode, in the order of the tree of turns. Branches are indented."""
+    for position, depth in arrange_turns([(turn.order, turn.parent) for turn in turns]):
+        turn = turns[position]
+        yield f"{'  ' * depth}{_describe_turn(1 + (position if turn.order is None else turn.order), turn)}"
 
 
 def _describe_turn(number: int, turn: TurnRecord) -> str:

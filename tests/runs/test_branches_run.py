@@ -167,7 +167,7 @@ def test_exported_advantages_are_those_of_the_samples_without_the_prompts_of_bra
                 assert len(row["advantages"]) == len(row["completion_tokens"]) - sum(prompts)
 
 
-def test_a_report_shows_the_mean_advantage_of_the_sampled_tokens_and_the_turns_in_order_of_time(whole):
+def test_a_report_shows_the_mean_advantage_of_the_sampled_tokens_and_the_tree_of_turns(whole):
     run = open_tiny(whole)
     [table] = tables_of(run, "it-0001", "credit")
     advantages = {
@@ -182,11 +182,11 @@ def test_a_report_shows_the_mean_advantage_of_the_sampled_tokens_and_the_turns_i
     shown = {(group.prompt_id, each.sample): each for group in groups for each in group.completions}
     assert {*shown} == {*places}
     for name, completion in shown.items():
-        orders = [turn["order"] for turn in completion.turns]
+        tree = [(turn["order"], turn["depth"]) for turn in completion.turns]
         if completion.sample == FAILS:
-            assert (orders, completion.advantage) == ([None], None)
+            assert (tree, completion.advantage) == ([(None, 0)], None)
         else:
-            assert orders == [0, 1, 2, 3, 4, 5]
+            assert tree == [(0, 0), (3, 1), (2, 0), (5, 0), (1, 0), (4, 0)]
             assert completion.advantage == pytest.approx(np.mean(advantages[places[name]]))
 
 
@@ -195,7 +195,7 @@ def test_commands_read_a_run_with_branches(job, tmp_path):
         ended = job.command(*command)
         assert ended.code == 0, ended.output
     text = job.command("rollouts", "--limit", "100").output
-    assert "turn 4: " in text and "continues turn 1" in text and "fresh prompt, replayed" in text
+    assert "\n  turn 4: " in text and "continues turn 1" in text and "fresh prompt, replayed" in text
     shown = json.loads(job.command("rollouts", "--json", "--limit", "100").output)
     assert {tuple(turn["order"] for turn in each["turns"]) for each in shown} == {(0, 2, 5, 1, 4, 3), (None,)}
 

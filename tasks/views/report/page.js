@@ -182,7 +182,10 @@ function card(completion, scale) {
     if (turn.calls) facts.push(`${turn.calls} calls (${turn.errors} could not be parsed)`);
     if (turn.reward != null) facts.push(`reward ${shown(turn.reward)}`);
     if (turn.error) facts.push(`failed: ${turn.error}`);
-    made.append(make("div", "told", facts.join(", ")));
+    if (turn.text) facts.push(`text: ${turn.text.length > 160 ? `${turn.text.slice(0, 160)}…` : turn.text}`);
+    const line = make("div", turn.depth ? "told branch" : "told", facts.join(", "));
+    line.style.marginLeft = `${turn.depth}em`;
+    made.append(line);
   });
   (completion.judged || []).forEach((judged) => {
     made.append(make("div", "told", `judge ${judged.term} (${shown(judged.value)}): ${judged.text}`));

@@ -7,7 +7,7 @@ of a short run.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypedDict, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ from rheostat.models.text.token_offsets import find_token_starts, open_tokenizer
 from rheostat.tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
+from rheostat.tasks.views.turns import arrange_turns
 
 ITERATIONS, EVALUATIONS = 24, 6
 """Maximum numbers of iterations and evaluations with completions on a page. They are spread evenly, and the first and
@@ -65,7 +66,7 @@ class _Row(TypedDict):
     logprobs: list[float]
     finish_reason: str
     segments: list[_Segment]
-    turns: list[dict[str, _Fact]] | None
+    turns: list[dict[str, Any]] | None
 
 
 class JudgedText(Settings):
@@ -111,7 +112,7 @@ class BrowsedCompletion(Settings):
     steps: dict[str, tuple[tuple[int, float], ...]] = {}
     """First token and value of each scored step, by reward term. Only terms that score steps or tokens are listed."""
     turns: tuple[dict[str, _Fact], ...] = ()
-    """Turns of the episode in order of time. Empty without an environment."""
+    """Turns of the episode in the order of their tree, with their `depth` in it. Empty without an environment."""
     judged: tuple[JudgedText, ...] = ()
     """Answers of judges about the completion."""
     images: tuple[str, ...] = ()
@@ -312,7 +313,7 @@ def _build_completion(
     fields = {
         "sample": row["sample"], "text": shortened, "tokens": len(tokens), "finish": row["finish_reason"],
         "reward": score["reward"], "terms": terms, "error": score["error"], "cut": cut,
-        "turns": sorted(row["turns"] or (), key=lambda turn: turn["order"] or 0), "judged": shard.judged.get(place, ()),
+        "turns": _arrange(row["turns"] or ()), "judged": shard.judged.get(place, ()),
         "images": [digest for digest in row["images"] if digest in shard.drawn],
     }  # fmt: skip
     if advantages is not None and mask.any():
@@ -320,6 +321,11 @@ def _build_completion(
     if starts is not None:
         fields |= _token_fields(row, score, starts=[*starts, len(text)], kept=kept, advantages=advantages, mask=mask)
     return BrowsedCompletion.model_validate(fields)
+
+
+def _arrange(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    links = [(turn["order"], turn["parent"]) for turn in turns]
+    return [turns[position] | {"depth": depth} for position, depth in arrange_turns(links)]
 
 
 def _token_fields(
