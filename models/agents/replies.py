@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from pydantic import JsonValue
@@ -10,6 +11,7 @@ from pydantic import JsonValue
 from rheostat.models.agents.matching import THOUGHTS
 from rheostat.models.agents.sampler import SampledTurn
 from rheostat.models.data.problems import Message
+from rheostat.models.engines.protocol import SequenceScores
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.calls import Call, ParsedTurn
 
@@ -19,6 +21,8 @@ Body = dict[str, JsonValue]
 WAIT_EVENT: Final = b": wait\n\n"
 """Comment in an event stream, which keeps the connection in use while a turn is sampled."""
 DONE_EVENT: Final = b"data: [DONE]\n\n"
+MIN_LOGPROB: Final = -9999.0
+"""Log-prob in answers of tokens that have probability 0, because JSON has no infinite numbers. vLLM uses the same."""
 _THOUGHT_FIELDS: Final = (THOUGHTS, "reasoning", "thinking")
 """Fields in which response templates return the thoughts of a turn."""
 
@@ -87,7 +91,7 @@ def chat_reply(
         choice["logprobs"] = {"content": [_encode_logprob(each, value, decode) for each, value in _scored(sampled)]}
     if wants["token_ids"]:
         choice["token_ids"] = [*sampled.turn.tokens]
-    common, usage = _identify(head, "chatcmpl", sampled), usage_of([sampled])
+    common, usage = _identify(head, "chatcmpl", sampled.turn.number), _usage_of_turn(sampled)
     body: Body = {**common, "object": "chat.completion", "choices": [choice], "usage": usage}
     return DoorReply(body, tuple(_chat_events(common, choice, message, usage if wants["usage"] else None)))
 
@@ -112,19 +116,58 @@ def _encode_logprob(token: int, logprob: float, decode: Callable[[int], str]) ->
 
 
 # ---- texts and tokens
-def text_reply(
-    head: ReplyHead, sampled: Sequence[SampledTurn], texts: Sequence[str], *, wants: Mapping[str, bool]
-) -> DoorReply:
-    """Return the answer to a request that continues texts. `texts` are the texts of the answers, one per turn, and
-    `wants` states whether the request asks for "usage" (in a stream) and "token_ids"."""
+@dataclass(frozen=True, slots=True)
+class ContinuedText:
+    """Answer to one prompt of a request that continues texts."""
+
+    prompt: Sequence[int]
+    """Tokens of the prompt."""
+    sampled: SampledTurn | None
+    """Sampled turn, or None if the request asks for the prompt alone."""
+    text: str
+    """Text of the turn, after the text of the prompt if the request asks for it."""
+    logprobs: Body | None = None
+    """Log-probs of tokens (`encode_scores`), or None if the request does not ask for them."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Sampled tokens."""
+        return () if self.sampled is None else self.sampled.turn.tokens
+
+
+def text_reply(head: ReplyHead, continued: Sequence[ContinuedText], *, wants: Mapping[str, bool]) -> DoorReply:
+    """Return the answer to a request that continues texts. `wants` states whether the request asks for "usage" (in a
+    stream) and "token_ids"."""
     choices: list[JsonValue] = []
-    for index, (each, text) in enumerate(zip(sampled, texts, strict=True)):
-        choice: Body = {"index": index, "text": text, "finish_reason": finish_reason(each), "logprobs": None}
-        choices.append(choice | ({"token_ids": [*each.turn.tokens]} if wants["token_ids"] else {}))
-    common = {**_identify(head, "cmpl", sampled[0]), "object": "text_completion"}
-    usage = usage_of(sampled)
+    for index, each in enumerate(continued):
+        finish = "length" if each.sampled is None else finish_reason(each.sampled)
+        choice: Body = {"index": index, "text": each.text, "finish_reason": finish, "logprobs": each.logprobs}
+        choices.append(choice | ({"token_ids": [*each.tokens]} if wants["token_ids"] else {}))
+    first = continued[0].sampled
+    number = "prompt" if first is None else first.turn.number
+    common = {**_identify(head, "cmpl", number), "object": "text_completion"}
+    usage = usage_of(sum(len(each.prompt) for each in continued), sum(len(each.tokens) for each in continued))
     last: list[Body] = [{**common, "choices": [], "usage": usage}] if wants["usage"] else []
     return DoorReply({**common, "choices": choices, "usage": usage}, ({**common, "choices": choices}, *last))
+
+
+def encode_scores(tokens: Sequence[int], scores: SequenceScores, *, first: int, decode: Callable[[int], str]) -> Body:
+    """Return the log-probs of the tokens from index `first` on, with the most probable tokens at each place. The first
+    token of a sequence has no log-prob. `decode` returns the text of a token."""
+    texts = [decode(token) for token in tokens[first:]]
+    logprobs: list[JsonValue] = [None, *(max(each, MIN_LOGPROB) for each in scores.logprobs)]
+    best: list[JsonValue] = [None]
+    for token, logprob, others in zip(tokens[1:], scores.logprobs, scores.best, strict=True):
+        by_text: Body = {}  # of tokens with the same text, the most probable one counts
+        for each, value in (*others, (token, logprob)):
+            by_text.setdefault(decode(each), max(value, MIN_LOGPROB))
+        best.append(by_text)
+    return {
+        "tokens": [*texts],
+        "token_logprobs": logprobs[first:],
+        "top_logprobs": best[first:],
+        "text_offset": [*accumulate(map(len, texts[:-1]), initial=0)],
+    }
 
 
 def token_reply(head: ReplyHead, sampled: SampledTurn) -> DoorReply:
@@ -144,9 +187,9 @@ def token_reply(head: ReplyHead, sampled: SampledTurn) -> DoorReply:
         "token_ids": [*sampled.turn.tokens],
         "logprobs": {"content": content},
     }
-    common = _identify(head, "generate", sampled)
+    common = _identify(head, "generate", sampled.turn.number)
     common["request_id"] = common.pop("id")
-    return DoorReply({**common, "usage": usage_of([sampled]), "output_mode": "tokens", "choices": [choice]})
+    return DoorReply({**common, "usage": _usage_of_turn(sampled), "output_mode": "tokens", "choices": [choice]})
 
 
 def finish_reason(sampled: SampledTurn, *, has_calls: bool = False) -> str:
@@ -156,11 +199,13 @@ def finish_reason(sampled: SampledTurn, *, has_calls: bool = False) -> str:
     return "tool_calls" if has_calls else "stop"
 
 
-def usage_of(sampled: Sequence[SampledTurn]) -> Body:
-    """Return the numbers of tokens before and in turns."""
-    prompt = sum(each.num_context_tokens for each in sampled)
-    generated = sum(len(each.turn.tokens) for each in sampled)
+def usage_of(prompt: int, generated: int) -> Body:
+    """Return the numbers of tokens before and in turns in the words of OpenAI."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def _usage_of_turn(sampled: SampledTurn) -> Body:
+    return usage_of(sampled.num_context_tokens, len(sampled.turn.tokens))
 
 
 def encode_events(events: Sequence[Body]) -> bytes:
@@ -168,10 +213,10 @@ def encode_events(events: Sequence[Body]) -> bytes:
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + DONE_EVENT
 
 
-def _identify(head: ReplyHead, kind: str, sampled: SampledTurn) -> Body:
+def _identify(head: ReplyHead, kind: str, number: int | str) -> Body:
     """Return the fields that identify an answer. The ID contains the number of the turn, not a random number, so that
     a repeated episode gets the same answers."""
-    return {"id": f"{kind}-{sampled.turn.number}", "created": head.created, "model": head.model}
+    return {"id": f"{kind}-{number}", "created": head.created, "model": head.model}
 
 
 def _scored(sampled: SampledTurn) -> Iterator[tuple[int, float]]:

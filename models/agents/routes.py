@@ -1,7 +1,7 @@
 """Routes of the door: convert requests to turns of the policy, and turns to answers. Does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -10,10 +10,12 @@ from rheostat.models.agents.branches import Place
 from rheostat.models.agents.matching import ChatInput, match_messages, match_tokens
 from rheostat.models.agents.replies import (
     Body,
+    ContinuedText,
     DoorReply,
     ReplyHead,
     build_answer,
     chat_reply,
+    encode_scores,
     models_body,
     text_reply,
     token_reply,
@@ -69,24 +71,53 @@ class AgentRoutes:
         return chat_reply(self.head, sampled, answer, decode=build_token_decoder(self.form.tokenizer), wants=wants)
 
     def answer_texts(self, episode: OpenEpisode, request: TextRequest) -> DoorReply:
-        """Sample continuations of texts or token sequences. Raises RefusedRequest if a limit is reached."""
-        if request.echo or request.logprobs is not None:
-            raise RefusedRequest(
-                "logprobs and echo are not supported by this server. Use /v1/chat/completions or "
-                "/inference/v1/generate for the log-probs of an answer",
-                param="logprobs" if request.logprobs is not None else "echo",
-            )
+        """Sample continuations of texts or token sequences, and compute log-probs. Raises RefusedRequest if a limit is
+        reached, or if the engine cannot compute log-probs of prompts."""
+        if request.max_tokens == 0 and not request.echo:
+            raise RefusedRequest("max_tokens may only be 0 together with echo", param="max_tokens")
         for prompt in request.prompts:
             check_length(prompt if isinstance(prompt, str) else "", episode.limits)
+        prompts = self._read(lambda: [self._encode(prompt) for prompt in request.prompts], param="prompt")
+        if request.logprobs is not None:
+            self.sampler.check_scored(episode, prompts)
+        continued = self._continue_texts(episode, request, prompts)
+        if request.echo:
+            echoed = [each if isinstance(each, str) else self.decode(each) for each in request.prompts]
+            continued = [replace(each, text=prompt + each.text) for prompt, each in zip(echoed, continued, strict=True)]
+        if request.logprobs is not None:
+            continued = self._add_scores(episode, request, continued)
+        return text_reply(self.head, continued, wants=_wants(request))
+
+    def _continue_texts(
+        self, episode: OpenEpisode, request: TextRequest, prompts: Sequence[Sequence[int]]
+    ) -> list[ContinuedText]:
+        """Sample the continuation of each prompt, unless the request asks for the prompts alone."""
+        if request.max_tokens == 0:
+            return [ContinuedText(prompt, None, "") for prompt in prompts]
         wish = SamplingWish(request.max_tokens, request.stops)
-        places = self._read(
-            lambda: [match_tokens(episode.record, self._encode(prompt)) for prompt in request.prompts], param="prompt"
-        )
-        sampled = self.sampler.sample(episode, places, wish)
-        texts = [self._cut(each.text, each, wish) for each in sampled]
-        for each, text in zip(sampled, texts, strict=True):
-            episode.record.describe_turn(each.turn.number, text=text)
-        return text_reply(self.head, sampled, texts, wants=_wants(request))
+        places = self._read(lambda: [match_tokens(episode.record, prompt) for prompt in prompts], param="prompt")
+        continued = []
+        for prompt, sampled in zip(prompts, self.sampler.sample(episode, places, wish), strict=True):
+            text = self._cut(sampled.text, sampled, wish)
+            episode.record.describe_turn(sampled.turn.number, text=text)
+            continued.append(ContinuedText(prompt, sampled, text))
+        return continued
+
+    def _add_scores(
+        self, episode: OpenEpisode, request: TextRequest, continued: Sequence[ContinuedText]
+    ) -> list[ContinuedText]:
+        """Return answers with the log-probs of the sampled tokens, and of the prompts if they are part of the text."""
+        top, sequences = request.logprobs or 0, [(*each.prompt, *each.tokens) for each in continued]
+        scores = self.sampler.score(episode, sequences, top)
+        decode = build_token_decoder(self.form.tokenizer)
+        with self._text:
+            return [
+                replace(
+                    each,
+                    logprobs=encode_scores(tokens, found, first=0 if request.echo else len(each.prompt), decode=decode),
+                )
+                for each, tokens, found in zip(continued, sequences, scores, strict=True)
+            ]
 
     def answer_tokens(self, episode: OpenEpisode, request: TokenRequest) -> DoorReply:
         """Sample the tokens that follow a token sequence. Raises RefusedRequest if a limit is reached, or if the

@@ -2,14 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
@@ -34,6 +34,8 @@ from rheostat.models.engines.protocol import (
     Generate,
     InterleavingEngine,
     Request,
+    ScoresTokens,
+    ScoreTokens,
     StatesPlaces,
 )
 from rheostat.models.engines.requests import context_of
@@ -43,6 +45,8 @@ from rheostat.models.records.work import RolloutWork
 from rheostat.models.rollouts.groups import Group, PartialCompletion
 from rheostat.models.text.calls import build_parser
 from rheostat.models.text.turns import TurnFormat
+
+_T = TypeVar("_T")
 
 MODEL: Final = "policy"
 """Name of the policy in the answers to agents."""
@@ -88,7 +92,8 @@ class AgentRuntime:
             if next(num_runs):
                 journal.delete()  # the engine had generated with other weights
             guarded = GuardedGenerate(generate, self._clock)
-            sampler = TurnSampler(guarded, work.sampling, work.policy.version)
+            score = guarded.guard_scores(interleaving) if isinstance(interleaving, ScoresTokens) else None
+            sampler = TurnSampler(guarded, work.sampling, work.policy.version, score)
             settings, head = self._settings, ReplyHead(MODEL, created=0)
             episodes = AgentEpisodes(
                 settings=settings,
@@ -150,9 +155,16 @@ class GuardedGenerate:
 
     def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Generate completions."""
+        return self._guard(lambda: self._generate(requests, sampling))
+
+    def guard_scores(self, engine: ScoresTokens) -> ScoreTokens:
+        """Return the function `score_tokens` of the engine, with the same measurement and handling of errors."""
+        return lambda tokens, top: self._guard(lambda: engine.score_tokens(tokens, top))
+
+    def _guard(self, call: Callable[[], _T]) -> _T:
         try:
             with self._clock.pause_idle():
-                return self._generate(requests, sampling)
+                return call()
         except CancelledError:  # the episode has ended
             raise
         except BaseException as error:

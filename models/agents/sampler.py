@@ -5,6 +5,7 @@ This module does not import torch.
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Final, Protocol
@@ -16,7 +17,7 @@ from rheostat.models.agents.matching import ChatIndex
 from rheostat.models.agents.wire import RefusedRequest
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.problems import Message
-from rheostat.models.engines.protocol import Completion, Generate, Request
+from rheostat.models.engines.protocol import Completion, Generate, Request, ScoreTokens, SequenceScores
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
@@ -122,6 +123,32 @@ class TurnSampler:
     sampling: SamplingConfig
     version: int
     """Version of the policy."""
+    score_tokens: ScoreTokens | None = None
+    """Function that computes the log-probs of the tokens of a sequence, or None if the engine cannot compute them."""
+
+    def check_scored(self, episode: OpenEpisode, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise RefusedRequest if the engine cannot compute log-probs of prompts, or if a prompt exceeds the
+        context."""
+        if self.score_tokens is None:
+            raise RefusedRequest(
+                "the engine of this policy computes no log-probs of prompts. Use the engine 'transformers', or remove "
+                "the field",
+                param="logprobs",
+            )
+        for tokens in prompts:
+            if not 0 < len(tokens) <= episode.limits.context:
+                raise _context_error(episode.limits, f"{len(tokens)} tokens")
+
+    def score(self, episode: OpenEpisode, sequences: Sequence[Sequence[int]], top: int) -> list[SequenceScores]:
+        """Return the log-probs of the tokens of sequences, and the `top` most probable tokens at each place. Raises
+        CancelledError if the episode ends before."""
+        assert self.score_tokens is not None, "`check_scored` was called"
+        scores = []
+        for tokens in sequences:
+            if episode.abandoned.is_set():
+                raise CancelledError
+            scores.append(self.score_tokens(tokens, top))
+        return scores
 
     def sample(self, episode: OpenEpisode, places: Sequence[Place], wish: SamplingWish) -> list[SampledTurn]:
         """Sample one turn at each place and record it.

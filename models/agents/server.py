@@ -41,7 +41,7 @@ class PolicyDoor:
         self._engine = engine = HuggingFaceEngine(config.engine, adapter_rank=0)
         engine.load(directory, ModelVersion(0, BundleRef(key="", digest="", bytes=0)))
         self._decoder = engine.batch_continuously()
-        sampler = TurnSampler(self._decoder.generate, config.sampling, version=0)
+        sampler = TurnSampler(self._decoder.generate, config.sampling, 0, self._decoder.score_tokens)
         head = ReplyHead(directory.name, created=int(time.time()))
         routes = AgentRoutes(sampler, form, head, parser=config.parser, history=config.history)
         self._limits = TurnLimits(

@@ -48,6 +48,9 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 """Maximum number of stop texts of a request, and of the characters of one. The engine decodes this many tokens again
 after each new token."""
 
+MAX_TOP: Final = 20
+"""Maximum number of the most probable tokens that a request may ask for at each place."""
+
 _T = TypeVar("_T")
 _List = Annotated[list[_T], Field(fail_fast=True)]
 """List whose first wrong element ends the check. Otherwise the errors of a large body would fill the memory."""
@@ -185,8 +188,9 @@ class TextRequest(_Answered):
         | Annotated[_List[TokenId], Field(min_length=1)]
         | Annotated[_List[str] | _List[_List[TokenId]], Field(min_length=1, max_length=1024)]
     )
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     stream_options: StreamOptions | None = None
 
     @property

@@ -68,6 +68,18 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceScores:
+    """Log-probs of the tokens of a given sequence, and the most probable tokens at each place, at temperature 1. The
+    first token of the sequence has neither."""
+
+    logprobs: tuple[float, ...]
+    """Log-prob of each token after the first one."""
+    best: tuple[tuple[tuple[int, float], ...], ...]
+    """Most probable tokens in the place of each token after the first one, with their log-probs, in descending
+    order."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepSums:
     """Sums over decoding steps, from which the scheduler estimates how the duration of a step depends on the batch
     size. The difference of two such sums describes the decoding steps between them."""
@@ -211,6 +223,18 @@ class StatesPlaces(Protocol):
     @property
     def places(self) -> int:
         """Maximum number of completions that are decoded at the same time. Others wait."""
+
+
+ScoreTokens = Callable[[Sequence[int], int], SequenceScores]
+"""Function with the signature and behavior of `ScoresTokens.score_tokens`."""
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """Rollout engine that can compute the log-probs of the tokens of a sequence. Several threads may call it."""
+
+    def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
+        """Return the log-probs of the tokens, and the `top` most probable tokens at each place."""
 
 
 @runtime_checkable

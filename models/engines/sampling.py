@@ -14,9 +14,9 @@ from torch import Tensor
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.vision.tower import mask_tokens
 
-_ELEMENTS: Final = (
-    1 << 24
-)  # float64 values processed at once: 128 MB, so that a large vocabulary fits next to the model
+MAX_ELEMENTS: Final = 1 << 24
+"""Maximum number of float64 values that are processed at once: 128 MB, so that a large vocabulary fits next to the
+model."""
 
 
 def sample_uniforms(seed: int, count: int) -> NDArray[np.float64]:
@@ -39,7 +39,7 @@ def sample_tokens(
     The log-probs are those of the untruncated softmax at the sampling temperature, or at temperature 1 if it is 0. The
     token of a row depends only on that row's logits and uniform random number.
     """
-    rows = max(1, _ELEMENTS // logits_BV.shape[1])
+    rows = max(1, MAX_ELEMENTS // logits_BV.shape[1])
     parts = [
         _draw(mask_tokens(logits_BV[start : start + rows].double(), banned), uniforms_B[start : start + rows], sampling)
         for start in range(0, len(logits_BV), rows)

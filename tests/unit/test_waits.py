@@ -13,6 +13,7 @@ BOUNDED = {
     "tasks/run/preflight.py: process.wait": "the loop in `preflight` looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
     "models/engines/local/continuous.py: call.done.result": "the decoding thread, which ends every call",
+    "models/engines/local/continuous.py: scoring.done.result": "the decoding thread, which ends every call",
     "models/engines/local/continuous.py: self._changed.wait": "a call, or the end of the decoder's block",
     "models/engines/local/continuous.py: self._thread.join": "the decoding thread, which ends after its current step",
     "models/engines/vllm/servers.py: future.result": "the executor's end has waited, each request has a limit",

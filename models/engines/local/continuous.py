@@ -16,9 +16,10 @@ import torch
 from rheostat.infra.errors import WorkerAsleep
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.engines.local.decoding import RowDecoder
-from rheostat.models.engines.local.loaded_policy import LoadedPolicy
-from rheostat.models.engines.protocol import Completion, Generate, Request
-from rheostat.models.engines.requests import CompletionRow, build_rows, require_engine_room
+from rheostat.models.engines.local.loaded_policy import LoadedPolicy, sequence_scores
+from rheostat.models.engines.protocol import Completion, Generate, Request, SequenceScores
+from rheostat.models.engines.requests import CompletionRow, build_rows, require_context, require_engine_room
+from rheostat.models.records.model_input import ModelInput
 
 _JOIN_SHARE: Final = 0.125
 """Number of waiting rows, as a share of the batch, at which they join at once. Joining may copy the KV cache."""
@@ -45,6 +46,15 @@ class _Call:
         """Return whether tokens for this call are sampled in the same way as with the given settings."""
         mine = self.sampling
         return (mine.temperature, mine.top_p, mine.top_k) == (sampling.temperature, sampling.top_p, sampling.top_k)
+
+
+@dataclass(eq=False, slots=True)
+class _Scoring:
+    """Call of `score_tokens` that waits for its result."""
+
+    tokens: Sequence[int]
+    top: int
+    done: Future[SequenceScores] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class ContinuousDecoder:
         self._calls: set[_Call] = set()
         """Calls that have not returned."""
         self._waiting: deque[tuple[_Call, CompletionRow]] = deque()
+        self._scorings: deque[_Scoring] = deque()
         self._decoding: dict[int, tuple[_Call, CompletionRow]] = {}
         """Unfinished rows in the batch, by slot."""
         self._delay = 0
@@ -138,12 +149,30 @@ class ContinuousDecoder:
         finished = call.done.result()
         return [[finished[index, sample] for sample in range(len(each.seeds))] for index, each in enumerate(requests)]
 
+    def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
+        """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each place, in any
+        thread. They are computed between two decoding steps.
+
+        Raises the same errors as `generate`.
+        """
+        require_context([ModelInput.from_prompt(tokens)], 0, context=self._policy.context)
+        scoring = _Scoring(tokens, top)
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            self._scorings.append(scoring)
+            self._changed.notify()
+        return scoring.done.result()
+
     @torch.inference_mode()
     def _run(self) -> None:
         """Decode until the block ends or decoding fails, then end the unfinished calls with an error."""
         decoder: RowDecoder | None = None
         try:
-            while self._wait_for_rows():
+            while self._wait_for_work():
+                self._score_one()
+                if not (self._waiting or self._decoding):
+                    continue
                 if decoder is None or not decoder.num_alive:
                     decoder = RowDecoder(self._policy, self._waiting[0][0].sampling, on_step=self._on_step)
                 if rows := self._take_rows(decoder):
@@ -155,13 +184,24 @@ class ContinuousDecoder:
         with self._changed:
             for call in self._calls:
                 call.done.set_exception(self._end)
+            for scoring in self._scorings:
+                scoring.done.set_exception(self._end)
 
-    def _wait_for_rows(self) -> bool:
-        """Wait until a row is unfinished, and return True. Return False when the block has ended."""
+    def _wait_for_work(self) -> bool:
+        """Wait until a row or a scoring is unfinished, and return True. Return False when the block has ended."""
         with self._changed:
-            while not (self._waiting or self._decoding or self._end):
+            while not (self._waiting or self._scorings or self._decoding or self._end):
                 self._changed.wait()
             return self._end is None
+
+    def _score_one(self) -> None:
+        """Compute the log-probs of the first sequence that waits for them, if any."""
+        if self._scorings:
+            scoring = self._scorings[0]
+            scores = sequence_scores(self._policy, scoring.tokens, scoring.top)
+            self._on_step(0)
+            self._scorings.popleft()
+            scoring.done.set_result(scores)
 
     def _take_rows(self, decoder: RowDecoder) -> list[tuple[_Call, CompletionRow]]:
         """Remove the rows that join the batch now from the waiting rows, and return them."""

@@ -1,7 +1,7 @@
-"""Policy that is loaded for generation: forward passes over prompts, and the log-probs of fixed continuations.
+"""Policy that is loaded for generation: forward passes over prompts, and the log-probs of fixed tokens.
 
 Shapes: P prompts, T (padded) prompt tokens, E end tokens, V vocabulary, C continuations, L tokens of the longest
-continuation, R pairs of a prompt and a continuation.
+continuation, R pairs of a prompt and a continuation, K most probable tokens.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from rheostat.infra.errors import Quarantined
+from rheostat.models.engines.protocol import SequenceScores
+from rheostat.models.engines.sampling import MAX_ELEMENTS
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.vision.tower import VisionInputs, encode_images, mask_tokens, prepare_rows
 
@@ -93,10 +95,42 @@ def continuation_logprobs(
     return logprobs_PC + later_R.view(len(prompts), len(continuations))
 
 
+@torch.inference_mode()
+def sequence_scores(policy: LoadedPolicy, tokens: Sequence[int], top: int) -> SequenceScores:
+    """Return the log-prob of each token of a sequence without images after the tokens before it, and the `top` most
+    probable tokens at each place, at temperature 1. Raises Quarantined if a logit is not finite.
+
+    The sequence is processed in pieces that extend the KV cache, because the logits of all places may not fit into the
+    memory.
+    """
+    tokens_T = torch.tensor(tokens, device=policy.model.device)
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    size, last = max(1, MAX_ELEMENTS // vocabulary), len(tokens) - 1
+    logprobs: list[float] = []
+    best: list[tuple[tuple[int, float], ...]] = []
+    cache: Cache | None = None
+    for start in range(0, last, size):
+        end = min(start + size, last)
+        output = policy.model(
+            input_ids=tokens_T[None, start:end],
+            attention_mask=torch.ones((1, end), dtype=torch.long, device=tokens_T.device),
+            position_ids=torch.arange(start, end, device=tokens_T.device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = output.past_key_values
+        scores_TV = _log_softmax(output.logits[0], policy)
+        logprobs += scores_TV.gather(1, tokens_T[start + 1 : end + 1, None]).squeeze(1).tolist()
+        best_TK = scores_TV.topk(min(top, scores_TV.shape[1]), dim=1)
+        for tokens_K, logprobs_K in zip(best_TK.indices.tolist(), best_TK.values.tolist(), strict=True):
+            best.append(tuple(zip(tokens_K, logprobs_K, strict=True)))
+    return SequenceScores(tuple(logprobs), tuple(best))
+
+
 def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
     if not logits.isfinite().all():
         raise Quarantined(
-            f"the policy with digest {policy.digest} computed NaN or infinite logits for continuations whose "
-            "log-probs are compared. Check its weights, and lower the learning rate if training has caused this"
+            f"the policy with digest {policy.digest} computed NaN or infinite logits for fixed tokens whose "
+            "log-probs are computed. Check its weights, and lower the learning rate if training has caused this"
         )
     return mask_tokens(logits.double(), policy.banned).log_softmax(dim=-1)

@@ -16,6 +16,7 @@ from rheostat.flows.cli.app import main
 from rheostat.infra.errors import BadInput
 from rheostat.models.agents.server import PolicyDoor
 from rheostat.models.config.policy_server import PolicyServer, ServerSampling
+from rheostat.models.engines.local import loaded_policy
 from rheostat.models.records.model_input import ModelInput
 from tests.support.doors import user
 from tests.support.jobs import ROOT
@@ -85,6 +86,65 @@ def test_concurrent_requests_are_all_answered(served):
         thread.join(60)
     assert len(answers) == 6
     assert len(served._episode.record.branches()) == 6
+
+
+def complete(served, **fields):
+    headers = {"authorization": f"Bearer {served.key}"}
+    with httpx.Client(trust_env=False, timeout=60, headers=headers) as client:
+        answer = client.post(f"{served.door.url}/completions", json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+@pytest.fixture
+def prompts(served):
+    """Two prompts with a continuation each, as lists of tokens."""
+    tokenizer = served._engine._policy.tokenizer
+    return [tokenizer(text)["input_ids"] for text in ("1 + 1 = 2", "Ana has three apples and a pear")]
+
+
+@pytest.mark.parametrize("elements", [loaded_policy.MAX_ELEMENTS, 1], ids=["whole", "one by one"])
+def test_echoed_logprobs_are_those_of_the_continuation(served, prompts, elements, monkeypatch):
+    """The requests are those of lm-eval, and so is the reading of their answers."""
+    monkeypatch.setattr(loaded_policy, "MAX_ELEMENTS", elements)
+    served.forget()
+    words = [[token] for token in range(served._engine._policy.model.config.vocab_size)]
+    fields = {"model": "policy", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    for prompt, choice in zip(prompts, complete(served, prompt=prompts, **fields), strict=True):
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(prompt) + 1
+        assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+        for split in range(1, len(prompt)):
+            context = ModelInput.from_prompt(prompt[:split])
+            [[total]] = served._engine.score_continuations([context], [prompt[split:]])
+            [others] = served._engine.score_continuations([context], words)
+            assert sum(found["token_logprobs"][split:-1]) == pytest.approx(total, abs=1e-4)
+            assert max(found["top_logprobs"][split].values()) == pytest.approx(max(others), abs=1e-4)
+            is_greedy = found["token_logprobs"][split] == max(found["top_logprobs"][split].values())
+            assert is_greedy == (others[prompt[split]] == max(others))
+
+
+def test_logprobs_without_echo_are_those_of_the_sampled_tokens(served, prompts):
+    served.forget()
+    [choice] = complete(served, prompt=prompts[1], max_tokens=4, logprobs=3, return_token_ids=True)
+    [[total]] = served._engine.score_continuations([ModelInput.from_prompt(prompts[1])], [choice["token_ids"]])
+    assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-4)
+    # Tokens with the same text are one entry.
+    assert {len(each) for each in choice["logprobs"]["top_logprobs"]} <= {1, 2, 3, 4}
+
+
+def test_logprobs_of_prompts_are_computed_while_others_are_decoded(served, prompts):
+    served.forget()
+    expected = complete(served, prompt=prompts, max_tokens=0, logprobs=2, echo=True)
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(chat(served, user("Hello.")))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    scored = [complete(served, prompt=prompts, max_tokens=0, logprobs=2, echo=True) for _ in range(3)]
+    for thread in threads:
+        thread.join(60)
+    assert scored == [expected] * 3
+    assert len(answers) == len(served._episode.record.branches()) == 3
 
 
 def test_a_port_in_use_is_refused(served, directory):

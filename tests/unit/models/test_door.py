@@ -1,6 +1,7 @@
 """The door of a rollout worker, used by real HTTP clients on a real port, with a scripted policy."""
 
 import json
+import math
 import socket
 import threading
 import time
@@ -11,9 +12,11 @@ import pytest
 
 import rheostat.infra.http_guard
 import rheostat.models.agents.door
+from rheostat.models.agents.replies import MIN_LOGPROB, encode_scores
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits
 from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest, read_request
+from rheostat.models.engines.protocol import SequenceScores
 from tests.support.doors import CALL, LIMITS, letters, open_door, user
 
 BASH = {
@@ -148,6 +151,25 @@ def test_texts_and_token_sequences_are_continued_in_one_batch():
         assert [len(batch) for batch, _ in opened.policy.batches] == [2]
         streamed = opened.client.post("/completions", json={"prompt": "Ana has", "stream": True})
         assert json.loads(events_of(streamed)[0])["choices"][0]["text"] == "d"
+
+
+def test_a_request_without_tokens_to_sample_receives_its_prompt():
+    with open_door("ab") as opened:
+        answer = opened.client.post("/completions", json={"prompt": ["Ana ", "has"], "echo": True, "max_tokens": 0})
+        assert [choice["text"] for choice in answer.json()["choices"]] == ["Ana ", "has"]
+        assert (answer.json()["usage"]["completion_tokens"], opened.policy.requests) == (0, [])
+        echoed = opened.client.post("/completions", json={"prompt": "Ana ", "echo": True, "max_tokens": 8})
+        assert echoed.json()["choices"][0]["text"] == "Ana ab"
+
+
+def test_the_most_probable_of_several_tokens_with_the_same_text_is_returned():
+    texts = {1: "a", 2: "?", 3: "?"}
+    scores = SequenceScores((-2.0, -math.inf), (((2, -0.5), (1, -1.5)), ((1, 0.0),)))
+    encoded = encode_scores([1, 3, 2], scores, first=0, decode=texts.__getitem__)
+    assert encoded["top_logprobs"] == [None, {"?": -0.5, "a": -1.5}, {"a": 0.0, "?": MIN_LOGPROB}]
+    assert encoded["token_logprobs"] == [None, -2.0, MIN_LOGPROB]
+    assert encoded["text_offset"] == [0, 1, 2]
+    assert encode_scores([1, 3, 2], scores, first=2, decode=texts.__getitem__)["tokens"] == ["?"]
 
 
 def test_the_model_list_states_the_context_length():
@@ -404,8 +426,9 @@ def test_fields_that_cannot_be_followed_are_refused_by_name(fields, param):
         ("/v1/completions", {"prompt": [[1], [1 << 20]]}, "prompt"),
         ("/v1/completions", {"prompt": [[1, -1]]}, "prompt"),
         ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"prompt": "x", "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", {"prompt": "x", "logprobs": 1}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
         ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [1 << 40]}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [5], "stream": True}, "stream"),
