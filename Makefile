@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers test-containers check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers test-containers test-suites check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
@@ -99,6 +99,11 @@ test-verifiers: $(VENV)/.dev  ## the tests that need the package verifiers, in a
 test-containers: $(VENV)/.dev  ## the tests of agents in containers, with podman and, if it is installed, docker's client
 	@command -v podman >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends podman runc; }
 	@$(BIN)/python -m pytest -n 0 -m containers $(ARGS)
+
+test-suites: $(VENV)/.dev  ## the tests that need lm-eval and Inspect, in environments of their own
+	@$(BIN)/rheostat engine install lm_eval
+	@$(BIN)/rheostat engine install inspect
+	@$(BIN)/python -m pytest -n 0 -m suites $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .

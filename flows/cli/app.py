@@ -154,7 +154,7 @@ def app() -> App:
         group = Group(title, sort_key=place)
         _add_commands(rheostat, "rheostat", commands, group=group)
     engine = command_app(
-        "engine", "Install, check and serve an engine, or install verifiers, in a separate environment."
+        "engine", "Install, check and serve an engine, or install another package, in a separate environment."
     )
     engine.default(_reject_no_action)
     engine.group, engine.sort_key = group, len(commands)

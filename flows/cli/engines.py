@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 Engine = Annotated[Literal["vllm"], Parameter(name="ENGINE", help="kind of the engine")]
 Package = Annotated[
-    Literal["vllm", "verifiers"], Parameter(name="ENGINE", help="engine, or the package verifiers for environments")
+    Literal["vllm", "verifiers", "lm_eval", "inspect"],
+    Parameter(name="ENGINE", help="engine, or package for environments and evaluations"),
 ]
 ModelName = Annotated[
     str,
@@ -84,18 +85,18 @@ def install(
     platform: Platform = None,
     as_json: Json = False,
 ) -> None:
-    """Create the Python environment of an inference engine or of verifiers, or find the existing one."""
+    """Create the Python environment of an inference engine or of another package, or find the existing one."""
     from rheostat.infra.environments import install as environments
 
     log_progress(quiet=True)
     environment = environments.install(engine, interpreter=python, into=into, platform=platform)
-    table = "environment" if engine == "verifiers" else "engine"
+    table = "engine" if engine == "vllm" else "environment"
     usage = f"\nto use it in a run, set rollout.{table}.python={str(environment.python)!r}" if into else ""
     write(environment.model_dump_json(indent=2) if as_json else f"{environment.text()}{usage}")
 
 
 def check(engine: Package, /, *, python: InstalledInterpreter = None, as_json: Json = False) -> None:
-    """Import an inference engine or verifiers in its Python environment, and print the versions of its packages.
+    """Import an inference engine or another package in its Python environment, and print the versions of its packages.
 
     For a CUDA build, check the version of the NVIDIA driver too.
     """

@@ -84,6 +84,20 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
         alternative="",
         preparation=PREPARE_VERIFIERS,
     ),
+    "lm_eval": Distribution(
+        version="0.4.13",
+        modules=("lm_eval", "lm_eval.models.openai_completions", "transformers"),
+        platforms=("cpu",),
+        python_key="python of kind 'lm_eval'",
+        alternative="",
+    ),
+    "inspect": Distribution(
+        version="0.3.285",
+        modules=("inspect_ai", "openai"),
+        platforms=("cpu",),
+        python_key="python of kind 'inspect'",
+        alternative="",
+    ),
 }
 
 
@@ -208,7 +222,8 @@ def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
         return {}
     names = {module.partition(".")[0] for module in DISTRIBUTIONS[engine].modules}
     folders = [str(path) for path in home.glob("lib/python*/site-packages")]
-    distributions = (each for each in metadata.distributions(path=folders) if each.name.removesuffix("-cpu") in names)
+    found = metadata.distributions(path=folders)
+    distributions = (each for each in found if each.name.removesuffix("-cpu").replace("-", "_") in names)
     return {
         each.name if each.name.startswith(engine) else f"{each.name} of {engine}": each.version
         for each in distributions

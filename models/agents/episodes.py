@@ -87,6 +87,8 @@ class AgentEpisodes:
     """Function that is called when an episode advances without the engine."""
     find_failure: Callable[[], BaseException | None]
     """Function that returns an error of the engine, with which all episodes end, or None."""
+    tokenizer: str
+    """Directory of the policy's tokenizer, for programs that need it, or an empty text."""
     journal: EpisodeJournal
     """Journal of the shard, from which ended episodes are taken."""
     _live: dict[str, _Episode] = field(default_factory=dict)
@@ -154,6 +156,8 @@ class AgentEpisodes:
         self._live[episode.name] = episode
         group = episode.group
         problem: Mapping[str, JsonValue] = {**group.columns, "prompt": group.prompt, "answer": group.answer}
+        if self.tokenizer:
+            problem = {**problem, "tokenizer": self.tokenizer}
         seed = derive_seed(episode.draft.seed, "environment")
         self.hosts.start(AgentOrder(episode.name, problem, seed, url=door.url, key=episode.key))
 

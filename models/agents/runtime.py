@@ -104,6 +104,7 @@ class AgentRuntime:
                 names=self._names,
                 on_progress=self._advance,
                 find_failure=lambda: guarded.failure,
+                tokenizer=str(directory.absolute()) if settings.needs_tokenizer else "",
                 journal=journal,
             )
             return episodes.complete(groups)

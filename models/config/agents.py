@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -16,10 +16,16 @@ from rheostat.infra.processes.containers import PYTHON, Container, check_contain
 from rheostat.infra.processes.episodes import RunEnvironment
 from rheostat.infra.store.inputs import Program
 from rheostat.infra.variants import ImportString, Variant
-from rheostat.models.config.data import VerifiersData
 from rheostat.models.config.episodes import EpisodeSettings, find_single_sequence_conflicts
 from rheostat.models.config.job import Job
-from rheostat.models.config.tasksets import PACKAGE, PLUGIN, TasksetChoice, VerifiersPlugin
+from rheostat.models.config.tasksets import (
+    PLUGIN,
+    InspectChoice,
+    LmEvalChoice,
+    TaskChoice,
+    TasksetChoice,
+    VerifiersPlugin,
+)
 
 
 class AgentSettings(EpisodeSettings, ABC):
@@ -27,6 +33,9 @@ class AgentSettings(EpisodeSettings, ABC):
 
     runtime_factory = "rheostat.models.agents.runtime:AgentRuntime"
     checks = {"policy": "rheostat.models.inspection.engines:check_agent"}
+
+    needs_tokenizer: ClassVar[bool] = False
+    """Whether the program receives the directory of the policy's tokenizer, in the problem's column `tokenizer`."""
 
     variables: tuple[str, ...] = ()
     """Names of the environment variables that agents receive, in addition to `PATH`, `HOME` and similar ones."""
@@ -162,7 +171,45 @@ def _locate_file(word: str) -> str:
     return next((str(path) for path in paths if path.is_file()), word)
 
 
-class VerifiersEnvironment(TasksetChoice, AgentSettings):
+class PackageEnvironment(TaskChoice, AgentSettings):
+    """Fields common to environments in which a program of another package solves its tasks with the policy and scores
+    them."""
+
+    @property
+    @abstractmethod
+    def modules(self) -> tuple[str, ...]:
+        """Objects `pkg.mod:name` of the user or of the package, for the run's identity."""
+
+    @property
+    @abstractmethod
+    def fields(self) -> Mapping[str, JsonValue]:
+        """Further arguments of the class `Episodes` in the module of the package."""
+
+    @property
+    def run(self) -> RunEnvironment:
+        """Description of the environment: the modules of its tasks, for the run's identity."""
+        return RunEnvironment(f"rollout.environment {self.title}", tools=self.modules)
+
+    @property
+    def program(self) -> RunAgent:
+        """Description of the object that runs episodes in the Python environment of the package."""
+        target = f"rheostat_{self.package}:Episodes"
+        return RunAgent(self.run.where, target=target, options={**self.tasks, **self.fields})
+
+    def find_interpreter(self) -> Interpreter:
+        """Return the Python interpreter with the package. It searches users' folders for modules first."""
+        return Interpreter(str(self.find_python()), (*user_folders(), str(PLUGIN)), ())
+
+    def find_library_versions(self) -> Mapping[str, str]:
+        """Return the version of the package."""
+        return installed_versions(self.package, self.python)
+
+    def find_data_conflicts(self, data: Variant, where: str) -> Iterator[str]:
+        """Yield a message if the problems are other tasks than those of this environment."""
+        yield from self.find_differences(data, where)
+
+
+class VerifiersEnvironment(TasksetChoice, PackageEnvironment):
     """Tasks of a taskset of the package verifiers. A harness solves them with the policy, and the taskset computes the
     rewards."""
 
@@ -184,38 +231,56 @@ class VerifiersEnvironment(TasksetChoice, AgentSettings):
         return runtime
 
     @property
-    def run(self) -> RunEnvironment:
-        """Description of the environment: the modules of its taskset and harness, for the run's identity."""
-        modules = [each.module for each in (self.taskset, self.harness) if each is not None]
-        where = f"rollout.environment taskset {self.taskset.id!r}"
-        return RunEnvironment(where, tools=tuple(f"{module}:__all__" for module in modules))
+    def modules(self) -> tuple[str, ...]:
+        """Modules of the taskset and of the harness."""
+        return tuple(f"{each.module}:__all__" for each in (self.taskset, self.harness) if each is not None)
 
     @property
-    def program(self) -> RunAgent:
-        """Description of the object that runs episodes in the Python environment of verifiers."""
-        options: dict[str, JsonValue] = {
-            "taskset": self.taskset.fields,
-            "harness": None if self.harness is None else self.harness.fields,
-            "runtime": self.runtime,
-            "options": self.options,
-        }
-        return RunAgent(self.run.where, target="rheostat_verifiers:Episodes", options=options)
+    def fields(self) -> Mapping[str, JsonValue]:
+        """Harness, runtime and other fields of the environment in verifiers."""
+        harness = None if self.harness is None else self.harness.fields
+        return {"harness": harness, "runtime": self.runtime, "options": self.options}
 
-    def find_interpreter(self) -> Interpreter:
-        """Return the Python interpreter with verifiers. It searches users' folders for tasksets and harnesses."""
-        return Interpreter(str(self.find_python()), (*user_folders(), str(PLUGIN)), ())
 
-    def find_library_versions(self) -> Mapping[str, str]:
-        """Return the version of verifiers."""
-        return installed_versions(PACKAGE, self.python)
+class LmEvalEnvironment(LmEvalChoice, PackageEnvironment):
+    """Items of a task of lm-eval, which sends its requests to the policy and scores the answers."""
 
-    def find_data_conflicts(self, data: Variant, where: str) -> Iterator[str]:
-        """Yield a message if the problems are not tasks of the same taskset."""
-        if not isinstance(data, VerifiersData):
-            yield (
-                f"rollout.environment.kind = 'verifiers' needs tasks of the same taskset, but {where}.kind is "
-                f"{data.label!r}. Set {where}.kind = 'verifiers'"
-            )
-        elif (data.taskset, data.python) != (self.taskset, self.python):
-            key = "python" if data.taskset == self.taskset else "taskset"
-            yield f"{where}.{key} and rollout.environment.{key} are different. Set them to the same value"
+    needs_tokenizer = True
+
+    kind: Literal["lm_eval"] = "lm_eval"
+    parser: str = "none"
+    """Parser of tool calls in the policy's turns, of which tasks of lm-eval have none."""
+    metric: str | None = None
+    """Name of the task's metric that is the score of an item, such as `acc_norm`. The default is the first metric."""
+    filter: str | None = None
+    """Name of the task's filter whose answers are scored, such as `strict-match`. The default is the first filter."""
+    apply_chat_template: bool = False
+    """Whether the policy's chat template renders the prompts."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """None, because the task is a file."""
+        return ()
+
+    @property
+    def fields(self) -> Mapping[str, JsonValue]:
+        """Metric, filter and rendering of prompts."""
+        return {"metric": self.metric, "filter": self.filter, "apply_chat_template": self.apply_chat_template}
+
+
+class InspectEnvironment(InspectChoice, PackageEnvironment):
+    """Samples of a task of Inspect, whose solver uses the policy and whose scorer scores the result."""
+
+    kind: Literal["inspect"] = "inspect"
+    scorer: str | None = None
+    """Name of the task's scorer whose value is the score of a sample. The default is the first scorer."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Function of the task."""
+        return (self.task,)
+
+    @property
+    def fields(self) -> Mapping[str, JsonValue]:
+        """Name of the scorer."""
+        return {"scorer": self.scorer}

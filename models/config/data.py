@@ -13,7 +13,7 @@ from rheostat.models.config.chat_files import ChatFile
 from rheostat.models.config.file_rules import FileRules
 from rheostat.models.config.hub_datasets import HubDatasetChoice
 from rheostat.models.config.images import ImageFileSettings, PixelLimits
-from rheostat.models.config.tasksets import TasksetChoice
+from rheostat.models.config.tasksets import InspectChoice, LmEvalChoice, TaskChoice, TasksetChoice
 from rheostat.models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
@@ -46,6 +46,9 @@ class DataSource(TextSettings, Variant):
     """Import path `pkg.mod:function` of a `rheostat.models.data.problems.ExclusionFilter`, which returns the training
     problems that this source excludes, such as near-duplicates of held-out problems. Empty if it excludes none."""
 
+    is_evaluation_only: ClassVar[bool] = False
+    """Whether all problems of this source are held out, so that it can only be used in `[[evaluations]]`. Its training
+    problems are then a single held-out problem, on which nothing is trained."""
     pictures: ClassVar[str] = ""
     """Import path `pkg.mod:function` of a `rheostat.models.data.examples.PictureSource`, which generates pictures for
     the warm-up of text-to-image policies. Empty if the source has no pictures."""
@@ -307,21 +310,52 @@ class DeduplicatedData(DataSource):
         return self.source.pixels
 
 
-class VerifiersData(TasksetChoice, DataSource):
-    """Tasks of a taskset of the package verifiers, for `rollout.environment.kind = "verifiers"`."""
+class PackageData(TaskChoice, DataSource):
+    """Fields common to sources of tasks that another package defines and scores."""
 
     implementation = "rheostat.models.data.tasksets:list_problems"
 
-    kind: Literal["verifiers"] = "verifiers"
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the tasks kept for evaluation. A hash of the task selects them."""
     limit: Positive | None = None
     """Number of tasks to read. Tasksets without an end require it."""
 
     @property
     def has_answers(self) -> bool:
-        """False, because the taskset computes the rewards."""
+        """False, because the package computes the rewards."""
         return False
+
+    @property
+    def heldout_share(self) -> float:
+        """Share of the tasks kept for evaluation."""
+        return 1.0
+
+
+class VerifiersData(TasksetChoice, PackageData):
+    """Tasks of a taskset of the package verifiers, for `rollout.environment.kind = "verifiers"`."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of the tasks kept for evaluation. A hash of the task selects them."""
+
+    @property
+    def heldout_share(self) -> float:
+        """Share of the tasks kept for evaluation, as configured."""
+        return self.heldout_fraction
+
+
+class LmEvalData(LmEvalChoice, PackageData):
+    """Items of a task of lm-eval, for a suite of `[[evaluations]]`. All items are held out."""
+
+    is_evaluation_only = True
+
+    kind: Literal["lm_eval"] = "lm_eval"
+
+
+class InspectData(InspectChoice, PackageData):
+    """Samples of a task of Inspect, for a suite of `[[evaluations]]`. All samples are held out."""
+
+    is_evaluation_only = True
+
+    kind: Literal["inspect"] = "inspect"
 
 
 class TargetData(Target):
@@ -333,6 +367,6 @@ class TargetData(Target):
 
 DataConfig = Annotated[
     DataSource,
-    OneOf((FileData, MixtureData, DeduplicatedData, VerifiersData, TargetData)),
+    OneOf((FileData, MixtureData, DeduplicatedData, VerifiersData, LmEvalData, InspectData, TargetData)),
     Field(examples=[{"kind": "file", "path": "problems.jsonl"}]),
 ]

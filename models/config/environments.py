@@ -10,7 +10,7 @@ from rheostat.infra.plugins import present_target
 from rheostat.infra.processes.episodes import RunEnvironment
 from rheostat.infra.store.inputs import DataLocation, ModelLocation, Program
 from rheostat.infra.variants import ImportString
-from rheostat.models.config.agents import AgentEnvironment, VerifiersEnvironment
+from rheostat.models.config.agents import AgentEnvironment, InspectEnvironment, LmEvalEnvironment, VerifiersEnvironment
 from rheostat.models.config.episodes import DialogueEnvironment, EnvironmentSettings
 from rheostat.models.config.file_rules import FileRules
 
@@ -196,6 +196,8 @@ EnvironmentConfig = Annotated[
     | McpEnvironment
     | DialogueEnvironment
     | AgentEnvironment
-    | VerifiersEnvironment,
+    | VerifiersEnvironment
+    | LmEvalEnvironment
+    | InspectEnvironment,
     Field(discriminator="kind"),
 ]

@@ -10,11 +10,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rheostat.infra.config import Fraction, Positive, Settings
+from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.counts import format_count
 from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.validation_errors import nearest
 from rheostat.models.config.data import DataConfig
+from rheostat.models.config.environments import EnvironmentConfig
 from rheostat.models.config.policy import PolicyConfig
 from rheostat.models.config.reward_terms import NumericReward
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
@@ -42,6 +43,9 @@ class SuiteConfig(HeldoutConfig):
     """Data source from which the suite's held-out problems are taken."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
     """Rewards that score the completions. Rules use the first reward unless they name another one in `term`."""
+    environment: Annotated[EnvironmentConfig | None, Since("0.2.0", before=None)] = None
+    """Environment of the suite's episodes. The default is `rollout.environment`. With `kind` "verifiers", "lm_eval" or
+    "inspect", and the same kind in `data`, the suite is a public benchmark of this package (docs/public-suites.md)."""
     max_new_tokens: Positive | None = None
     """Maximum tokens of a completion. The default is `rollout.sampling.max_new_tokens`."""
 

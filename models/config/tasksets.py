@@ -1,17 +1,60 @@
-"""Configuration of tasksets, harnesses and the Python environment of the package verifiers. Torch-free."""
+"""Configuration of tasks that other packages define, and of the Python environments of these packages: tasksets of
+verifiers, tasks of lm-eval and tasks of Inspect. Torch-free.
+"""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field, JsonValue
 
 from rheostat.infra.config import Settings
 from rheostat.infra.environments.find import find_python
-from rheostat.infra.store.inputs import Program
+from rheostat.infra.store.inputs import Location, Program, fetch_path
+from rheostat.infra.variants import Variant
 
 PLUGIN: Final = Path(__file__).parents[1] / "agents" / "plugin"
-"""Folder of the module `rheostat_verifiers`, which runs in the Python environment of verifiers."""
-PACKAGE: Final = "verifiers"
+"""Folder of the modules that run in the Python environments of other packages."""
+
+
+class TaskChoice(Settings, ABC):
+    """Fields common to everything that loads tasks of another package. Subclasses declare `python` last."""
+
+    package: ClassVar[str]
+    """Name of the package, as in `rheostat engine install`. The module `rheostat_<package>` in the plugin folder loads
+    its tasks."""
+    chosen: ClassVar[tuple[str, ...]]
+    """Names of the fields that choose the tasks."""
+    python: Program | None = None
+    """Python interpreter with the package. The default is the one that `rheostat engine install` installed."""
+
+    @property
+    @abstractmethod
+    def tasks(self) -> dict[str, JsonValue]:
+        """Description of the tasks for the module that loads them."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Name of the tasks in messages, such as `taskset 'letters'`."""
+
+    def find_python(self) -> Path:
+        """Return the Python interpreter with the package. Raises BadInput if it does not exist."""
+        return find_python(self.package, self.python)
+
+    def find_differences(self, data: Variant, where: str) -> Iterator[str]:
+        """Yield a message if a data source with the configuration key `where` has other tasks than these."""
+        if not isinstance(data, TaskChoice) or data.package != self.package:
+            yield (
+                f"environment.kind = {self.package!r} needs the same tasks as its data, but {where}.kind is "
+                f"{data.label!r}. Set {where}.kind = {self.package!r}"
+            )
+            return
+        for key in (*self.chosen, "python"):
+            if getattr(data, key) != getattr(self, key):
+                yield f"{where}.{key} and environment.{key} are different. Set them to the same value"
+                return
 
 
 class VerifiersPlugin(Settings):
@@ -34,14 +77,72 @@ class VerifiersPlugin(Settings):
         return {**self.options, "id": self.id}
 
 
-class TasksetChoice(Settings):
-    """Fields common to everything that loads a taskset: the taskset, and the Python that loads it."""
+class TasksetChoice(TaskChoice):
+    """Fields common to everything that loads a taskset of verifiers."""
+
+    package = "verifiers"
+    chosen = ("taskset",)
 
     taskset: VerifiersPlugin
     """Taskset of verifiers, which defines the tasks and their rewards."""
-    python: Program | None = None
-    """Python interpreter with verifiers. The default is the one that `rheostat engine install verifiers` installed."""
 
-    def find_python(self) -> Path:
-        """Return the Python interpreter with verifiers. Raises BadInput if it does not exist."""
-        return find_python(PACKAGE, self.python)
+    @property
+    def tasks(self) -> dict[str, JsonValue]:
+        """Fields of the configuration class of the taskset."""
+        return {"taskset": self.taskset.fields}
+
+    @property
+    def title(self) -> str:
+        """Name of the taskset in messages."""
+        return f"taskset {self.taskset.id!r}"
+
+
+class LmEvalChoice(TaskChoice):
+    """Fields common to everything that loads a task of lm-eval."""
+
+    package = "lm_eval"
+    chosen = ("task", "file", "options")
+
+    task: Annotated[str, Field(min_length=1)]
+    """Name of the task, such as `arc_easy`. Groups of tasks are not supported."""
+    file: Location | None = None
+    """YAML file that defines the task. The default is the task with this name in lm-eval."""
+    options: dict[str, JsonValue] = {}
+    """Fields of the task's YAML file with other values, such as `num_fewshot = 5`."""
+
+    @property
+    def tasks(self) -> dict[str, JsonValue]:
+        """Name, options and file of the task."""
+        return {
+            "task": self.task,
+            "file": None if self.file is None else str(fetch_path(self.file).absolute()),
+            "options": self.options,
+        }
+
+    @property
+    def title(self) -> str:
+        """Name of the task in messages."""
+        return f"task {self.task!r}"
+
+
+class InspectChoice(TaskChoice):
+    """Fields common to everything that loads a task of Inspect."""
+
+    package = "inspect"
+    chosen = ("task", "options")
+
+    task: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """Function that returns the task, as `pkg.mod:function`: in a module next to the configuration file, or in a
+    package of the environment, such as `inspect_evals.gsm8k:gsm8k`."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the function."""
+
+    @property
+    def tasks(self) -> dict[str, JsonValue]:
+        """Function of the task and its arguments."""
+        return {"task": self.task, "options": self.options}
+
+    @property
+    def title(self) -> str:
+        """Name of the task in messages."""
+        return f"task {self.task!r}"

@@ -37,7 +37,8 @@ def check_problems(data: DataConfig, facts: InputFacts, where: str) -> CheckResu
     counts = count_problems(data, facts.train, facts.heldout)
     reading = report_reading(data, "train", "heldout")
     _require_enough(facts.inputs, counts)
-    training_problems, input_errors = {problem.identity for problem in facts.train}, InputErrors()
+    trained = () if data.is_evaluation_only else facts.train
+    training_problems, input_errors = {problem.identity for problem in trained}, InputErrors()
     for problem in facts.heldout:
         with input_errors.collect(problem.source):
             if problem.identity in training_problems:

@@ -180,11 +180,6 @@ class RunConfig(Settings):
         for name, heldout in (("evaluation", self.evaluation), *((each.name, each) for each in self.evaluations)):
             for reason in heldout.find_conflicts(self.rollout.denoising):
                 raise ValueError(f"{name}: {reason}")
-        sources = (("data", self.data), *((f"evaluations {each.name!r}: data", each.data) for each in self.evaluations))
-        environment = self.rollout.environment
-        for where, data in sources if environment else ():
-            for reason in environment.find_data_conflicts(data, where) if environment else ():
-                raise ValueError(reason)
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:
@@ -194,6 +189,20 @@ class RunConfig(Settings):
             )
         for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _problems_have_a_use(self) -> "RunConfig":
+        own = self.rollout.environment
+        suites = ((f"evaluations {each.name!r}: data", each.data, each.environment or own) for each in self.evaluations)
+        for where, data, environment in (("data", self.data, own), *suites):
+            for reason in environment.find_data_conflicts(data, where) if environment else ():
+                raise ValueError(reason)
+        if self.data.is_evaluation_only and self.iterations > 0:
+            raise ValueError(
+                f"data.kind = {self.data.label!r} has only held-out problems, so a run cannot train on them. Use it in "
+                "[[evaluations]]"
+            )
         return self
 
     def _job(self) -> JobParts:

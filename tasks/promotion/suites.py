@@ -14,6 +14,7 @@ from rheostat.models.config.algorithms import Grpo
 from rheostat.models.config.budget import BudgetConfig
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.engines import SamplingConfig
+from rheostat.models.config.environments import EnvironmentConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig
 from rheostat.models.config.promotion import HELDOUT, PromotionConfig, SuiteConfig
@@ -54,6 +55,8 @@ class Suite:
     sampling: SamplingConfig
     retrain: RunConfig
     """Configuration of the retrain whose promotion rules use the suite."""
+    environment: EnvironmentConfig | None = None
+    """Environment of the suite's episodes, or None for that of the retrain."""
 
     def reward(self, term: str | None) -> RewardConfig:
         """Return the reward with this name, by default the first reward of the suite."""
@@ -74,7 +77,14 @@ class Suite:
                     "be judged by a copy of itself. Use a judge that is the same for both policies."
                 )
         rollout = self.retrain.rollout.model_copy(
-            update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None, "sampling": self.sampling}
+            update={
+                "prompts": 1,
+                "staleness": 0,
+                "dynamic": None,
+                "partial": None,
+                "sampling": self.sampling,
+                "environment": self.environment or self.retrain.rollout.environment,
+            }
         )
         config = self.retrain.model_copy(
             update={
@@ -119,7 +129,7 @@ def _other_suite(config: RunConfig, suite: SuiteConfig) -> Suite:
     evaluation = EvaluationConfig(problems=suite.problems, temperature=suite.temperature, samples=suite.samples)
     if suite.max_new_tokens is not None:
         sampling = sampling.model_copy(update={"max_new_tokens": suite.max_new_tokens})
-    return Suite(suite.name, suite.data, scoring, evaluation, sampling, config)
+    return Suite(suite.name, suite.data, scoring, evaluation, sampling, config, suite.environment)
 
 
 def find_opponent(config: RunConfig) -> Opponent:

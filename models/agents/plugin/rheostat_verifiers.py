@@ -11,7 +11,6 @@ import asyncio
 import difflib
 import importlib.util
 import itertools
-import json
 import logging
 import os
 import pkgutil
@@ -22,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
+from rheostat_tasks import describe, print_tasks
 from verifiers.v1 import harnesses, tasksets
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
@@ -118,8 +118,9 @@ def _read_rewards(episode: Episode[Any, Any, Any]) -> dict[str, float] | None:
 
 
 # ---- tasks
-def list_tasks(taskset: Mapping[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
+def list_tasks(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the prompt and the fields of each task."""
+    taskset, limit = order["taskset"], order["limit"]
     _check_module("taskset", taskset["id"], tasksets)
     loaded = load_taskset(taskset_config_type(taskset["id"]).model_validate(taskset))
     if limit is None and not loaded.bounded:
@@ -150,24 +151,11 @@ def _list_modules(folders: Iterable[str]) -> list[str]:
 
 
 def _describe(error: Exception) -> str:
-    """Return an error in one line, which does not name the class ValueError."""
+    """Return an error in one line. Errors of configurations name their fields."""
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    name = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return " ".join(f"{name}{error}".split())
-
-
-def main() -> None:
-    """Print the tasks of the taskset that the first argument describes as JSON. An error is the last line of stderr."""
-    order = json.loads(sys.argv[1])
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
-        os.dup2(2, 1)  # tasksets may print
-        try:
-            for task in list_tasks(order["taskset"], order["limit"]):
-                output.write(json.dumps(task) + "\n")
-        except Exception as error:
-            sys.exit(_describe(error))
+    return describe(error)
 
 
 if __name__ == "__main__":
-    main()
+    print_tasks(list_tasks, _describe)

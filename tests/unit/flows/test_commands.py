@@ -105,7 +105,7 @@ def _words(node: ast.AST) -> list[str]:
             {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report", "retriever", "rewards"},
         ),
         ("rheostat engine ", {"install", "check", "serve", "serve-policy"}),
-        ("rheostat engine install ", {"vllm", "verifiers"}),
+        ("rheostat engine install ", {"vllm", "verifiers", "lm_eval", "inspect"}),
         ("rheostat engine serve ", {"vllm"}),
         ("rheostat train job.toml --dr", {"--dry-run"}),
         ("rheostat rollouts tiny --sort ", {"position", "reward", "length"}),

@@ -1,0 +1,147 @@
+"""Items and episodes of tasks of lm-eval. This module runs in the Python environment of lm-eval, and imports no module
+of Rheostat.
+
+An object of `Episodes` is created once in each process from which agents are started. Each episode evaluates one item
+in a process that is forked from it. As a program, this module prints the items of a task as JSON lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import handle_non_serializable, hash_string
+from rheostat_tasks import describe, print_tasks
+
+BATCH = 16
+"""Maximum number of prompts in one request, such as the choices of a question."""
+SECONDS = 7 * 24 * 3600
+"""Time limit of a request. Rheostat limits the time of an episode."""
+
+
+class Episodes:
+    """Task of lm-eval, which is loaded once. Each call evaluates one item."""
+
+    def __init__(
+        self,
+        task: str,
+        file: str | None,
+        options: Mapping[str, Any],
+        metric: str | None,
+        filter: str | None,  # noqa: A002 -- the name of the setting
+        apply_chat_template: bool,
+    ) -> None:
+        """Load the task. Raises ValueError if this fails."""
+        self.metric, self.filter, self.apply_chat_template = metric, filter, apply_chat_template
+        try:
+            self.task = load_task(task, file, options)
+        except Exception as error:
+            raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
+
+    def __call__(self, problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+        """Evaluate the item in the column `task`, and return its score as the reward. Raises RuntimeError if the policy
+        refuses a request or the item has changed."""
+        item = problem["task"]
+        # Prompts are not shortened, because the policy refuses those that are too long.
+        model = LocalCompletionsAPI(
+            model="policy",
+            base_url=f"{base_url}/completions",
+            tokenizer=problem["tokenizer"],
+            tokenizer_backend="huggingface",
+            header={"Authorization": f"Bearer {api_key}"},
+            batch_size=BATCH,
+            max_retries=1,
+            max_length=1 << 30,
+            timeout=SECONDS,
+        )
+        name = self.task.task_name
+        with _keep_warnings() as warnings:
+            try:
+                results = evaluate(
+                    model,
+                    {name: self.task},
+                    samples={name: [item["number"]]},
+                    bootstrap_iters=0,
+                    apply_chat_template=self.apply_chat_template,
+                )
+            except Exception as error:
+                raise RuntimeError("; ".join((describe(error), *warnings[-1:]))) from error
+        return {"reward": self._read_score(results["samples"][name], item["digest"])}
+
+    def _read_score(self, samples: list[dict[str, Any]], digest: str) -> float:
+        """Return the score of the only item, of which `samples` contains one object for each filter."""
+        chosen = [each for each in samples if each["filter"] == (self.filter or samples[0]["filter"])]
+        if not chosen:
+            raise RuntimeError(
+                f"the task has no filter {self.filter!r}. Use one of {', '.join(each['filter'] for each in samples)}"
+            )
+        [sample] = chosen
+        if sample["doc_hash"] != digest:
+            raise RuntimeError("the item has changed since the problems of the run were read")
+        metric = self.metric or sample["metrics"][0]
+        if metric not in sample["metrics"]:
+            raise RuntimeError(f"the task has no metric {metric!r}. Use one of {', '.join(sample['metrics'])}")
+        try:
+            return float(sample[metric])
+        except (TypeError, ValueError):
+            raise RuntimeError(f"the metric {metric!r} is not a number for each item. Choose another metric") from None
+
+
+def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
+    """Load a task with its data. Relative paths in its file start in the folder of the file. Raises ValueError if there
+    is no single task with this name."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    manager, path = TaskManager(include_defaults=file is None), file
+    if path is None and (entry := manager.task_index.get(name)):
+        path = entry.yaml_path
+    fields = {} if path is None else load_yaml(path)
+    if fields.get("task") != name:
+        where = "" if file is None else f" in {Path(file).name}"
+        raise ValueError(f"there is no task with this name{where}. Groups of tasks are not supported")
+    if file is not None:
+        os.chdir(Path(file).parent)
+    [task] = get_task_dict([{**fields, **options}], manager).values()
+    assert isinstance(task, Task), "the fields are those of a single task"
+    task.set_fewshot_seed(seed=1234)  # the default of lm-eval
+    return task
+
+
+def list_items(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the text, the number and the digest of each item of a task."""
+    task = load_task(order["task"], order["file"], order["options"])
+    for number, item in enumerate(itertools.islice(task.eval_docs, order["limit"])):
+        text = json.dumps(item, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        prompt = str(task.doc_to_text(item)) or f"item {number}"
+        yield {"prompt": prompt, "task": {"number": number, "digest": hash_string(text)}}
+
+
+@contextlib.contextmanager
+def _keep_warnings() -> Iterator[list[str]]:
+    """Yield a list to which the warnings of lm-eval about refused requests are added."""
+    warnings: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(" ".join(record.getMessage().split())[:500])
+
+    logger, handler = logging.getLogger("lm_eval.models.api_models"), Keep(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logger.removeHandler(handler)
+
+
+if __name__ == "__main__":
+    print_tasks(list_items)

@@ -1,0 +1,30 @@
+"""Functions common to the modules that load tasks of other packages. This module imports no module of Rheostat."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def describe(error: Exception) -> str:
+    """Return an error in one line, which does not name the class ValueError."""
+    name = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return " ".join(f"{name}{error}".split())
+
+
+def print_tasks(
+    list_tasks: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]],
+    describe: Callable[[Exception], str] = describe,
+) -> None:
+    """Print the tasks that the first argument of the program describes as JSON, as JSON lines. An error is the last
+    line of stderr."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
+        os.dup2(2, 1)  # packages may print
+        try:
+            for task in list_tasks(json.loads(sys.argv[1])):
+                output.write(json.dumps(task) + "\n")
+        except Exception as error:
+            sys.exit(describe(error))

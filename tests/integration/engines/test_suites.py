@@ -1,0 +1,233 @@
+"""Episodes of evaluation suites with tasks of local files: items of lm-eval, samples of Inspect, and their scores."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rheostat.infra.environments.find import find_python
+from rheostat.infra.errors import BadInput
+from rheostat.infra.processes.agents import AgentHosts
+from rheostat.infra.store.bundles import publish_bundle
+from rheostat.infra.store.registry import open_registry
+from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard, write_shard
+from rheostat.models.agents.runtime import describe_agent
+from rheostat.models.config.agents import InspectEnvironment, LmEvalEnvironment
+from rheostat.models.config.data import InspectData, LmEvalData
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.data.problems import load_problems
+from rheostat.models.engines.local.engine import HuggingFaceEngine
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.versions import ModelVersion
+from rheostat.tasks.promotion.evidence import problem_scores
+from rheostat.tasks.run.batch import Batch
+from rheostat.tasks.run.keys import evaluation_key
+from tests.support.episodes import Episodes
+from tests.support.jobs import ROOT
+from tests.support.policies import write_chat_policy
+
+pytestmark = [pytest.mark.suites, pytest.mark.timeout(600)]
+SUITES = Path(__file__).parents[2] / "support" / "suites"
+WORDS = {"task": "words", "file": SUITES / "words.yaml"}
+LETTERS = {"task": "letters_inspect:letters"}
+LIMITS = {"turn_tokens": 8, "parser": "hermes", "agent_seconds": 300}
+
+
+@pytest.fixture(autouse=True)
+def _user_folder(monkeypatch):
+    """Folder of a user with a task of Inspect."""
+    monkeypatch.syspath_prepend(str(SUITES))
+
+
+@pytest.fixture(scope="module")
+def episodes(home):
+    """Episodes of four items with a policy that has a chat template. They are sampled greedily."""
+    folder = home / "chat"
+    write_chat_policy(folder, "qwen-2.5", likely={"<|im_end|>": 0.05, "e": 0.2})
+    made = Episodes(home)
+    policy = ModelVersion(version=0, weights=publish_bundle(made.store, folder, prefix="policies"))
+    sampling = SamplingConfig(max_new_tokens=900, temperature=0.0)
+    made.work = replace(made.work, policy=policy, sampling=sampling, rows=(2, 3, 4, 5), group_size=1)
+    made.policy = folder
+    return made
+
+
+def play(episodes, data, settings, *, change=lambda task: task):
+    """Run the episodes of the problems with the numbers of the work's rows, and return their rows."""
+    problems = load_problems(data, "heldout", 0)
+    prompts = read_shard(episodes.store, episodes.work.prompts)
+    columns = [
+        json.dumps({"task": change(problems[row % len(problems)].columns["task"])}) for row in range(prompts.num_rows)
+    ]
+    prompts = prompts.set_column(prompts.column_names.index("columns"), "columns", pa.array(columns))
+    rows = episodes.play_rows(settings, prompts=write_shard(episodes.store, prompts, kind="prompts", metadata={}))
+    return sorted(rows, key=lambda row: row["prompt_row"])
+
+
+def rewards_of(rows):
+    assert [row["turns"][-1]["error"] for row in rows] == [None] * len(rows)
+    return [row["turns"][-1]["reward"] for row in rows]
+
+
+def errors_of(rows):
+    assert {row["finish_reason"] for row in rows} == {"failed"}
+    return {row["turns"][-1]["error"] for row in rows}
+
+
+def test_the_score_of_a_choice_is_decided_by_the_likelihoods_of_the_policy(episodes):
+    rewards = rewards_of(play(episodes, LmEvalData(**WORDS), LmEvalEnvironment(**WORDS, **LIMITS)))
+    engine = HuggingFaceEngine(TransformersEngine())
+    engine.load(episodes.policy, episodes.work.policy)
+    tokenizer, expected = engine._policy.tokenizer, []
+    items = [json.loads(line) for line in (SUITES / "words.jsonl").read_text().splitlines()]
+    for item in items[2:6]:
+        prompt = ModelInput.from_prompt(tokenizer(item["question"])["input_ids"])
+        [likelihoods] = engine.score_continuations([prompt], [tokenizer(text)["input_ids"] for text in item["choices"]])
+        expected.append(float(max(range(2), key=likelihoods.__getitem__) == item["label"]))
+    assert rewards == expected
+    assert len({*rewards}) == 2
+
+
+def test_generated_answers_are_scored_and_recorded(episodes):
+    task = {"task": "words_gen", "file": SUITES / "words_gen.yaml"}
+    rows = play(episodes, LmEvalData(**task), LmEvalEnvironment(**task, **LIMITS, apply_chat_template=True))
+    for row, reward in zip(rows, rewards_of(rows), strict=True):
+        [turn] = row["turns"]
+        assert 0 < turn["tokens"] <= 6
+        assert reward == float(turn["text"].strip() == "e")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"metric": "acc_nrom"}, "the task has no metric 'acc_nrom'. Use one of acc, acc_norm"),
+        ({"filter": "strict"}, "the task has no filter 'strict'. Use one of none"),
+        ({"options": {"description": "x " * 2000}}, "maximum context length"),
+    ],
+)
+def test_an_item_that_cannot_be_scored_fails_with_a_reason(episodes, settings, expected):
+    data = LmEvalData(**WORDS, options=settings.get("options", {}))
+    [error] = errors_of(play(episodes, data, LmEvalEnvironment(**WORDS, **LIMITS, **settings)))
+    assert expected in error
+
+
+def test_an_item_that_has_changed_since_it_was_read_fails(episodes):
+    rows = play(
+        episodes,
+        LmEvalData(**WORDS),
+        LmEvalEnvironment(**WORDS, **LIMITS),
+        change=lambda task: {**task, "digest": "0"},
+    )
+    [error] = errors_of(rows)
+    assert "the item has changed" in error
+
+
+def test_the_scores_of_inspect_are_those_of_the_policys_answers(episodes):
+    rows = play(episodes, InspectData(**LETTERS), InspectEnvironment(**LETTERS, **LIMITS))
+    for row, reward in zip(rows, rewards_of(rows), strict=True):
+        letter = "abcdefghij"[row["prompt_row"]]
+        assert f"Write the letter {letter}." in [each["content"] for each in row["messages"]]
+        assert reward == float(letter in row["messages"][-1]["content"].lower())
+    rows = play(episodes, InspectData(**LETTERS), InspectEnvironment(**LETTERS, **LIMITS, scorer="length"))
+    assert rewards_of(rows) == [len(row["messages"][-1]["content"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"scorer": "lenght"}, "the task has no scorer 'lenght'. It has includes, length"),
+        ({"options": {"fails": True}}, "no tests were found"),
+    ],
+)
+def test_a_sample_that_cannot_be_scored_fails_with_a_reason(episodes, settings, expected):
+    data = InspectData(**LETTERS, options=settings.get("options", {}))
+    [error] = errors_of(play(episodes, data, InspectEnvironment(**LETTERS, **LIMITS, **settings)))
+    assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        ("lm_eval", {**WORDS, "task": "wrods"}, "task 'wrods': there is no task with this name in words.yaml"),
+        ("lm_eval", {**WORDS, "options": {"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}}, "no.jsonl"),
+        ("lm_eval", {"task": "wrods"}, "task 'wrods': there is no task with this name"),
+        ("inspect", {"task": "letters_inspect:leters"}, "has no function 'leters'"),
+        ("inspect", {"task": "leters_inspect:letters"}, "No module named 'leters_inspect'"),
+        ("inspect", {"task": "letters_inspect:nothing"}, "must return a task of Inspect, but it returned str"),
+        ("inspect", {**LETTERS, "options": {"fail": True}}, "unexpected keyword argument 'fail'"),
+    ],
+)
+def test_a_task_that_cannot_be_loaded_is_named_in_one_line(kind, fields, expected, tmp_path):
+    data, environment = {"lm_eval": (LmEvalData, LmEvalEnvironment), "inspect": (InspectData, InspectEnvironment)}[kind]
+    with pytest.raises(BadInput, match=re.escape(expected)) as refused:
+        load_problems(data(**fields), "heldout", 0)
+    assert "\n" not in str(refused.value)
+    hosts = AgentHosts(*describe_agent(environment(**fields)), tmp_path)
+    with pytest.raises(BadInput, match=re.escape(expected)) as refused:
+        hosts.check()
+    hosts.close()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["lm_eval", "inspect"])
+def test_a_policy_that_is_compared_with_itself_has_no_differences(kind, tmp_path, monkeypatch):
+    """The files are those of the page, and the update of the retrain changes almost nothing."""
+    find_python(kind, None)
+    write_page(tmp_path)
+    suite = "capitals" if kind == "lm_eval" else "sums"
+    [job] = [each for each in blocks_of("toml") if f'name = "{suite}"' in each]
+    rules = f'[promotion]\nregistry = "r"\nprimary = {{ suite = "{suite}", range = [0.0, 1.0] }}\n'
+    (tmp_path / "job.toml").write_text(JOB + job.partition("[promotion]")[0] + rules)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "rheostat", "retrain", "job.toml", "--day", "2026-11-02"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    [record] = open_registry("runs", "r").records()
+    assert record.kind == "keep", done.stdout + done.stderr
+    runs = [open_run("runs", f"page-20261102.{suite}.{side}") for side in ("initial", "challenger")]
+    scores = [problem_scores(Batch.read(run, evaluation_key(0)), ["environment"])["environment"] for run in runs]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 40 and {score for [score] in scores[0].values()} <= {0.0, 1.0}
+
+
+JOB = """
+name = "page"
+iterations = 1
+report = false
+[data]
+kind = "file"
+path = "train.jsonl"
+[policy]
+kind = "directory"
+path = "policy"
+[rollout]
+prompts = 2
+group_size = 2
+[rollout.sampling]
+max_new_tokens = 8
+[update]
+learning_rate = 1e-12
+[evaluation]
+problems = 4
+"""
+
+
+def blocks_of(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "docs/public-suites.md").read_text(), re.DOTALL)
+
+
+def write_page(folder):
+    """Write the files of the page, with 40 items, and a policy."""
+    [task], [item], [module] = blocks_of("yaml"), blocks_of("json"), blocks_of("python")
+    (folder / "capitals.yaml").write_text(task)
+    (folder / "sums_task.py").write_text(module)
+    items = [{**json.loads(item), "question": f"{number}. The capital of France is"} for number in range(40)]
+    (folder / "capitals.jsonl").write_text("".join(json.dumps(each) + "\n" for each in items))
+    problems = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(60)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    write_chat_policy(folder / "policy", "qwen-2.5", likely={"<|im_end|>": 0.05})
