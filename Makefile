@@ -100,9 +100,10 @@ test-containers: $(VENV)/.dev  ## the tests of agents in containers, with podman
 	@command -v podman >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends podman runc; }
 	@$(BIN)/python -m pytest -n 0 -m containers $(ARGS)
 
-test-suites: $(VENV)/.dev  ## the tests that need lm-eval and Inspect, in environments of their own
+test-suites: $(VENV)/.dev  ## the tests that need lm-eval, Inspect and verifiers, in environments of their own
 	@$(BIN)/rheostat engine install lm_eval
 	@$(BIN)/rheostat engine install inspect
+	@$(BIN)/rheostat engine install verifiers
 	@$(BIN)/python -m pytest -n 0 -m suites $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports

@@ -18,14 +18,7 @@ from rheostat.infra.store.inputs import Program
 from rheostat.infra.variants import ImportString, Variant
 from rheostat.models.config.episodes import EpisodeSettings, find_single_sequence_conflicts
 from rheostat.models.config.job import Job
-from rheostat.models.config.tasksets import (
-    PLUGIN,
-    InspectChoice,
-    LmEvalChoice,
-    TaskChoice,
-    TasksetChoice,
-    VerifiersPlugin,
-)
+from rheostat.models.config.tasksets import PLUGIN, NamedTask, TaskChoice, TasksetChoice, VerifiersPlugin
 
 
 class AgentSettings(EpisodeSettings, ABC):
@@ -176,9 +169,10 @@ class PackageEnvironment(TaskChoice, AgentSettings):
     them."""
 
     @property
-    @abstractmethod
     def modules(self) -> tuple[str, ...]:
-        """Objects `pkg.mod:name` of the user or of the package, for the run's identity."""
+        """Objects `pkg.mod:name` of the user or of the package, for the run's identity. The file of a task is part of
+        it anyway."""
+        return ()
 
     @property
     @abstractmethod
@@ -242,9 +236,11 @@ class VerifiersEnvironment(TasksetChoice, PackageEnvironment):
         return {"harness": harness, "runtime": self.runtime, "options": self.options}
 
 
-class LmEvalEnvironment(LmEvalChoice, PackageEnvironment):
+class LmEvalEnvironment(NamedTask, PackageEnvironment):
     """Items of a task of lm-eval, which sends its requests to the policy and scores the answers."""
 
+    package = "lm_eval"
+    checks = {"problems": "rheostat.models.inspection.engines:check_likelihoods"}
     needs_tokenizer = True
 
     kind: Literal["lm_eval"] = "lm_eval"
@@ -258,27 +254,19 @@ class LmEvalEnvironment(LmEvalChoice, PackageEnvironment):
     """Whether the policy's chat template renders the prompts."""
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """None, because the task is a file."""
-        return ()
-
-    @property
     def fields(self) -> Mapping[str, JsonValue]:
         """Metric, filter and rendering of prompts."""
         return {"metric": self.metric, "filter": self.filter, "apply_chat_template": self.apply_chat_template}
 
 
-class InspectEnvironment(InspectChoice, PackageEnvironment):
+class InspectEnvironment(NamedTask, PackageEnvironment):
     """Samples of a task of Inspect, whose solver uses the policy and whose scorer scores the result."""
+
+    package = "inspect"
 
     kind: Literal["inspect"] = "inspect"
     scorer: str | None = None
     """Name of the task's scorer whose value is the score of a sample. The default is the first scorer."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Function of the task."""
-        return (self.task,)
 
     @property
     def fields(self) -> Mapping[str, JsonValue]:

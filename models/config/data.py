@@ -13,7 +13,7 @@ from rheostat.models.config.chat_files import ChatFile
 from rheostat.models.config.file_rules import FileRules
 from rheostat.models.config.hub_datasets import HubDatasetChoice
 from rheostat.models.config.images import ImageFileSettings, PixelLimits
-from rheostat.models.config.tasksets import InspectChoice, LmEvalChoice, TaskChoice, TasksetChoice
+from rheostat.models.config.tasksets import NamedTask, TaskChoice, TasksetChoice
 from rheostat.models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
@@ -342,17 +342,19 @@ class VerifiersData(TasksetChoice, PackageData):
         return self.heldout_fraction
 
 
-class LmEvalData(LmEvalChoice, PackageData):
+class LmEvalData(NamedTask, PackageData):
     """Items of a task of lm-eval, for a suite of `[[evaluations]]`. All items are held out."""
 
+    package = "lm_eval"
     is_evaluation_only = True
 
     kind: Literal["lm_eval"] = "lm_eval"
 
 
-class InspectData(InspectChoice, PackageData):
+class InspectData(NamedTask, PackageData):
     """Samples of a task of Inspect, for a suite of `[[evaluations]]`. All samples are held out."""
 
+    package = "inspect"
     is_evaluation_only = True
 
     kind: Literal["inspect"] = "inspect"

@@ -93,6 +93,9 @@ class EngineSettings(Variant):
     interleaves_episodes: ClassVar[bool] = False
     """Whether each episode of an environment can continue independently of the others (`InterleavingEngine` and
     `ContinuousEngine` in `rheostat.models.engines.protocol`)."""
+    scores_tokens: ClassVar[bool] = False
+    """Whether the engine can compute the log-probs of given tokens for agents and evaluation suites (`ScoresTokens` in
+    `rheostat.models.engines.protocol`)."""
     generates_images: ClassVar[bool] = False
     """Whether the engine generates images with text-to-image policies. Such an engine cannot generate text."""
 
@@ -147,6 +150,7 @@ class TransformersEngine(EngineSettings):
     implementation = "rheostat.models.engines.local.engine:HuggingFaceEngine"
     records_experts = True
     interleaves_episodes = True
+    scores_tokens = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -97,50 +97,25 @@ class TasksetChoice(TaskChoice):
         return f"taskset {self.taskset.id!r}"
 
 
-class LmEvalChoice(TaskChoice):
-    """Fields common to everything that loads a task of lm-eval."""
+class NamedTask(TaskChoice):
+    """Fields common to everything that loads a task of lm-eval or of Inspect."""
 
-    package = "lm_eval"
     chosen = ("task", "file", "options")
 
     task: Annotated[str, Field(min_length=1)]
-    """Name of the task, such as `arc_easy`. Groups of tasks are not supported."""
+    """Name of the task: in `file`, or of a task that is installed with the package, such as `arc_easy` (lm-eval) or
+    `inspect_evals/gsm8k` (Inspect). Groups of tasks are not supported."""
     file: Location | None = None
-    """YAML file that defines the task. The default is the task with this name in lm-eval."""
+    """File that defines the task: YAML for lm-eval, Python for Inspect. The default is an installed task."""
     options: dict[str, JsonValue] = {}
-    """Fields of the task's YAML file with other values, such as `num_fewshot = 5`."""
+    """For lm-eval, fields of the task's YAML file with other values, such as `num_fewshot = 5`. For Inspect, keyword
+    arguments of the task's function."""
 
     @property
     def tasks(self) -> dict[str, JsonValue]:
-        """Name, options and file of the task."""
-        return {
-            "task": self.task,
-            "file": None if self.file is None else str(fetch_path(self.file).absolute()),
-            "options": self.options,
-        }
-
-    @property
-    def title(self) -> str:
-        """Name of the task in messages."""
-        return f"task {self.task!r}"
-
-
-class InspectChoice(TaskChoice):
-    """Fields common to everything that loads a task of Inspect."""
-
-    package = "inspect"
-    chosen = ("task", "options")
-
-    task: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    """Function that returns the task, as `pkg.mod:function`: in a module next to the configuration file, or in a
-    package of the environment, such as `inspect_evals.gsm8k:gsm8k`."""
-    options: dict[str, JsonValue] = {}
-    """Keyword arguments of the function."""
-
-    @property
-    def tasks(self) -> dict[str, JsonValue]:
-        """Function of the task and its arguments."""
-        return {"task": self.task, "options": self.options}
+        """Name, file and options of the task."""
+        file = None if self.file is None else str(fetch_path(self.file).absolute())
+        return {"task": self.task, "file": file, "options": self.options}
 
     @property
     def title(self) -> str:

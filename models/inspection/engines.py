@@ -1,6 +1,7 @@
 """Checks of the inference engines and of the environment of a run."""
 
-from rheostat.models.config.agents import AgentSettings
+from rheostat.infra.errors import BadInput
+from rheostat.models.config.agents import AgentSettings, LmEvalEnvironment
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.episodes import SteppedEnvironment
@@ -45,6 +46,18 @@ def check_agent(environment: AgentSettings, facts: InputFacts, where: str) -> No
     from rheostat.models.agents import runtime
 
     runtime.check_agent(environment, facts.tokenizer, facts.problems)
+
+
+def check_likelihoods(environment: LmEvalEnvironment, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if the items of a task need the log-probs of given answers, but the engine cannot compute them."""
+    engine, item = facts.inputs.rollout.engine, facts.heldout[0].columns["task"]
+    assert isinstance(item, dict), "the data are the items of this task"
+    if item["needs_logprobs"] and not engine.scores_tokens:
+        raise BadInput(
+            f"{where}.{environment.title} of lm-eval needs the log-probs of given answers, which rollout.engine.kind = "
+            f"{engine.label!r} does not compute. Set rollout.engine.kind = 'transformers', or use a task that generates "
+            "its answers."
+        )
 
 
 def check_user(user: UserModel, facts: InputFacts, where: str) -> CheckResult:

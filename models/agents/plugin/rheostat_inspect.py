@@ -7,15 +7,17 @@ in a process that is forked from it. As a program, this module prints the sample
 
 from __future__ import annotations
 
-import glob
-import importlib
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import inspect_ai
 from inspect_ai import Task
-from inspect_ai.dataset import Sample
+from inspect_ai._eval.loader import create_file_tasks, load_file_tasks
+from inspect_ai._eval.registry import task_create
+from inspect_ai._util.registry import registry_lookup
 from inspect_ai.log import EvalLog
 from inspect_ai.model import get_model
 from inspect_ai.scorer import Score
@@ -28,11 +30,11 @@ VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 class Episodes:
     """Task of Inspect, which is loaded once. Each call evaluates one sample."""
 
-    def __init__(self, task: str, options: Mapping[str, Any], scorer: str | None) -> None:
+    def __init__(self, task: str, file: str | None, options: Mapping[str, Any], scorer: str | None) -> None:
         """Load the task. Raises ValueError if this fails."""
         self.scorer = scorer
         try:
-            self.task = load_task(task, options)
+            self.task = load_task(task, file, options)
         except Exception as error:
             raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
 
@@ -41,13 +43,12 @@ class Episodes:
         evaluation fails."""
         model = get_model("openai-api/rheostat/policy", base_url=base_url, api_key=api_key)
         number = problem["task"]["number"]
-        [sample] = itertools.islice(self.task.dataset, number, number + 1)
-        if str(sample.input)[:1000] != problem["task"]["input"]:
+        if str(self.task.dataset[number].input)[:1000] != problem["task"]["input"]:
             raise RuntimeError("the sample has changed since the problems of the run were read")
         [log] = inspect_ai.eval(
             self.task,
             model=model,
-            sample_id=glob.escape(str(_find_id(sample, number))),
+            limit=(number, number + 1),
             epochs=1,
             display="none",
             log_dir="logs",
@@ -79,30 +80,32 @@ def read_value(score: Score, name: str) -> float:
     )
 
 
-def load_task(target: str, options: Mapping[str, Any]) -> Task:
-    """Call the function `pkg.mod:function` of a task. Raises ValueError if it returns no task."""
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name, None)
+def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
+    """Load a task as the command `inspect eval` does. Relative paths in its file start in the folder of the file.
+    Raises ValueError if there is no task with this name, and TypeError if it has no such options."""
+    if file is not None:
+        load_file_tasks(Path(file))
+    function = registry_lookup("task", name)
     if function is None:
-        raise ValueError(f"the module {module!r} has no function {name!r}")
-    task = function(**options)
-    if not isinstance(task, Task):
-        raise ValueError(f"the function must return a task of Inspect, but it returned {type(task).__name__}")
+        where = (
+            "in an installed package. Set `file` for a task of your own" if file is None else f"in {Path(file).name}"
+        )
+        raise ValueError(f"there is no task with this name {where}")
+    assert callable(function), "a task is registered as a function"
+    inspect.signature(function).bind(**options)
+    if file is None:
+        return task_create(name, **options)
+    [task] = create_file_tasks(Path(file), [name], {**options})
     return task
 
 
 def list_samples(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the text and the number of each sample of a task."""
-    task = load_task(order["task"], order["options"])
+    task = load_task(order["task"], order["file"], order["options"])
     for number, sample in enumerate(itertools.islice(task.dataset, order["limit"])):
         is_text = isinstance(sample.input, str)
         text = sample.input if is_text else "\n".join(message.text for message in sample.input)
         yield {"prompt": text or f"sample {number}", "task": {"number": number, "input": str(sample.input)[:1000]}}
-
-
-def _find_id(sample: Sample, number: int) -> int | str:
-    """Return the ID of a sample. Inspect numbers samples without an ID from 1."""
-    return number + 1 if sample.id is None else sample.id
 
 
 if __name__ == "__main__":

@@ -118,12 +118,15 @@ def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
 
 
 def list_items(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the text, the number and the digest of each item of a task."""
+    """Yield the text, the number and the digest of each item of a task, and whether the item needs the log-probs of
+    given answers."""
     task = load_task(order["task"], order["file"], order["options"])
+    needs_logprobs = task.OUTPUT_TYPE != "generate_until"
     for number, item in enumerate(itertools.islice(task.eval_docs, order["limit"])):
         text = json.dumps(item, indent=2, default=handle_non_serializable, ensure_ascii=False)
         prompt = str(task.doc_to_text(item)) or f"item {number}"
-        yield {"prompt": prompt, "task": {"number": number, "digest": hash_string(text)}}
+        fields = {"number": number, "digest": hash_string(text), "needs_logprobs": needs_logprobs}
+        yield {"prompt": prompt, "task": fields}
 
 
 @contextlib.contextmanager

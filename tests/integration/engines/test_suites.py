@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rheostat.infra.environments.find import find_python
 from rheostat.infra.errors import BadInput
 from rheostat.infra.processes.agents import AgentHosts
 from rheostat.infra.store.bundles import publish_bundle
@@ -18,13 +17,17 @@ from rheostat.infra.store.registry import open_registry
 from rheostat.infra.store.runs import open_run
 from rheostat.infra.store.shards import read_shard, write_shard
 from rheostat.models.agents.runtime import describe_agent
+from rheostat.models.commands.preflight import Inputs, check
 from rheostat.models.config.agents import InspectEnvironment, LmEvalEnvironment
 from rheostat.models.config.data import InspectData, LmEvalData
-from rheostat.models.config.engines import SamplingConfig, TransformersEngine
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine, VllmEngine
+from rheostat.models.config.policy import DirectoryPolicy
+from rheostat.models.config.rollout import RolloutConfig
 from rheostat.models.data.problems import load_problems
 from rheostat.models.engines.local.engine import HuggingFaceEngine
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.records.versions import ModelVersion
+from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.promotion.evidence import problem_scores
 from rheostat.tasks.run.batch import Batch
 from rheostat.tasks.run.keys import evaluation_key
@@ -35,14 +38,8 @@ from tests.support.policies import write_chat_policy
 pytestmark = [pytest.mark.suites, pytest.mark.timeout(600)]
 SUITES = Path(__file__).parents[2] / "support" / "suites"
 WORDS = {"task": "words", "file": SUITES / "words.yaml"}
-LETTERS = {"task": "letters_inspect:letters"}
+LETTERS = {"task": "letters", "file": SUITES / "letters_inspect.py"}
 LIMITS = {"turn_tokens": 8, "parser": "hermes", "agent_seconds": 300}
-
-
-@pytest.fixture(autouse=True)
-def _user_folder(monkeypatch):
-    """Folder of a user with a task of Inspect."""
-    monkeypatch.syspath_prepend(str(SUITES))
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +154,13 @@ def test_a_sample_that_cannot_be_scored_fails_with_a_reason(episodes, settings, 
         ("lm_eval", {**WORDS, "task": "wrods"}, "task 'wrods': there is no task with this name in words.yaml"),
         ("lm_eval", {**WORDS, "options": {"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}}, "no.jsonl"),
         ("lm_eval", {"task": "wrods"}, "task 'wrods': there is no task with this name"),
-        ("inspect", {"task": "letters_inspect:leters"}, "has no function 'leters'"),
-        ("inspect", {"task": "leters_inspect:letters"}, "No module named 'leters_inspect'"),
-        ("inspect", {"task": "letters_inspect:nothing"}, "must return a task of Inspect, but it returned str"),
+        (
+            "inspect",
+            {**LETTERS, "task": "leters"},
+            "task 'leters': there is no task with this name in letters_inspect.py",
+        ),
+        ("inspect", {"task": "inspect_evals/gsm8k"}, "there is no task with this name in an installed package"),
+        ("inspect", {"task": "nothing", "file": SUITES / "words.yaml"}, "Invalid extension for task file: .yaml"),
         ("inspect", {**LETTERS, "options": {"fail": True}}, "unexpected keyword argument 'fail'"),
     ],
 )
@@ -175,59 +176,69 @@ def test_a_task_that_cannot_be_loaded_is_named_in_one_line(kind, fields, expecte
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["lm_eval", "inspect"])
-def test_a_policy_that_is_compared_with_itself_has_no_differences(kind, tmp_path, monkeypatch):
-    """The files are those of the page, and the update of the retrain changes almost nothing."""
-    find_python(kind, None)
+@pytest.mark.parametrize(("task", "expected"), [("words", "needs the log-probs"), ("words_gen", "attention heads")])
+def test_likelihoods_are_refused_before_a_run_whose_engine_cannot_compute_them(episodes, task, expected):
+    """The task with generated answers reaches the check of the policy, whose heads are too small for vLLM."""
+    tables = {"task": task, "file": SUITES / f"{task}.yaml"}
+    config = RunConfig(
+        iterations=0,
+        policy=DirectoryPolicy(path=episodes.policy),
+        data=LmEvalData(**tables),
+        rollout=RolloutConfig(environment=LmEvalEnvironment(**tables, **LIMITS), engine=VllmEngine(), prompts=1),
+        scoring={"rewards": [{"kind": "environment"}]},
+        evaluation={"problems": 4},
+    )
+    with pytest.raises(BadInput, match=expected) as refused:
+        check(Inputs.model_validate_json(config.model_dump_json()))
+    assert "Set rollout.engine.kind = 'transformers'" in str(refused.value) or task == "words_gen"
+
+
+def test_a_policy_that_is_compared_with_itself_has_no_differences(tmp_path, monkeypatch):
+    """The suites are those of the page, and the update of the retrain changes almost nothing."""
     write_page(tmp_path)
-    suite = "capitals" if kind == "lm_eval" else "sums"
-    [job] = [each for each in blocks_of("toml") if f'name = "{suite}"' in each]
-    rules = f'[promotion]\nregistry = "r"\nprimary = {{ suite = "{suite}", range = [0.0, 1.0] }}\n'
-    (tmp_path / "job.toml").write_text(JOB + job.partition("[promotion]")[0] + rules)
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "rheostat", "retrain", "job.toml", "--day", "2026-11-02"]
+    rules = [f"{{suite='{name}',range=[0.0,1.0]}}" for name in PAGE]
+    settings = [*SETTINGS, f"promotion.primary=[{','.join(rules)}]"]
+    command = [sys.executable, "-m", "rheostat", "retrain", "job.toml", "--day", "2026-11-02", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550)
-    [record] = open_registry("runs", "r").records()
-    assert record.kind == "keep", done.stdout + done.stderr
-    runs = [open_run("runs", f"page-20261102.{suite}.{side}") for side in ("initial", "challenger")]
-    scores = [problem_scores(Batch.read(run, evaluation_key(0)), ["environment"])["environment"] for run in runs]
-    assert scores[0] == scores[1]
-    assert len(scores[0]) == 40 and {score for [score] in scores[0].values()} <= {0.0, 1.0}
+    assert done.returncode == 0, done.stdout + done.stderr
+    [record] = open_registry("runs", "assistant").records()
+    assert record.kind == "keep"
+    for suite, items in PAGE.items():
+        runs = [open_run("runs", f"assistant-20261102.{suite}.{side}") for side in ("initial", "challenger")]
+        scores = [problem_scores(Batch.read(run, evaluation_key(0)), ["environment"])["environment"] for run in runs]
+        assert scores[0] == scores[1]
+        assert len(scores[0]) == items and {score for [score] in scores[0].values()} <= {0.0, 1.0}
 
 
-JOB = """
-name = "page"
-iterations = 1
-report = false
-[data]
-kind = "file"
-path = "train.jsonl"
-[policy]
-kind = "directory"
-path = "policy"
-[rollout]
-prompts = 2
-group_size = 2
-[rollout.sampling]
-max_new_tokens = 8
-[update]
-learning_rate = 1e-12
-[evaluation]
-problems = 4
-"""
+PAGE = {"capitals": 8, "sums": 4, "letters": 2}
+"""Suites of the page, with their numbers of items."""
+SETTINGS = [
+    "policy.path=policy",
+    "iterations=1",
+    "report=false",
+    "pools.cluster=threads",
+    "rollout.prompts=2",
+    "rollout.group_size=2",
+    "rollout.sampling.max_new_tokens=8",
+    "update.learning_rate=1e-12",
+    "evaluation.problems=4",
+]
 
 
-def blocks_of(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "docs/public-suites.md").read_text(), re.DOTALL)
+def blocks_of(kind, page="public-suites"):
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
 
 
 def write_page(folder):
-    """Write the files of the page, with 40 items, and a policy."""
-    [task], [item], [module] = blocks_of("yaml"), blocks_of("json"), blocks_of("python")
-    (folder / "capitals.yaml").write_text(task)
-    (folder / "sums_task.py").write_text(module)
-    items = [{**json.loads(item), "question": f"{number}. The capital of France is"} for number in range(40)]
-    (folder / "capitals.jsonl").write_text("".join(json.dumps(each) + "\n" for each in items))
-    problems = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(60)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    """Write the files of the page, problems for the retrain, and a policy."""
+    [task], [capitals, sums], [module] = blocks_of("yaml"), blocks_of("json"), blocks_of("python")
+    [taskset] = blocks_of("python", "verifiers")
+    problems = "".join(
+        json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) + "\n" for number in range(60)
+    )
+    files = {"capitals.yaml": task, "capitals.jsonl": capitals, "sums.py": module, "sums.jsonl": sums}
+    files |= {"letters_taskset.py": taskset, "problems.jsonl": problems, "job.toml": "".join(blocks_of("toml"))}
+    for name, text in files.items():
+        (folder / name).write_text(text)
     write_chat_policy(folder / "policy", "qwen-2.5", likely={"<|im_end|>": 0.05})

@@ -30,7 +30,3 @@ def letters(fails: bool = False) -> Task:
         for number, letter in enumerate("abcdefghij")
     ]
     return Task(dataset=samples, solver=generate(), scorer=[failing()] if fails else [includes(), length()])
-
-
-def nothing() -> str:
-    return "nothing"
