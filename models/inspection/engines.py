@@ -55,8 +55,8 @@ def check_likelihoods(environment: LmEvalEnvironment, facts: InputFacts, where: 
     if item["needs_logprobs"] and not engine.scores_tokens:
         raise BadInput(
             f"{where}.{environment.title} of lm-eval needs the log-probs of given answers, which rollout.engine.kind = "
-            f"{engine.label!r} does not compute. Set rollout.engine.kind = 'transformers', or use a task that generates "
-            "its answers."
+            f"{engine.label!r} does not compute. Set rollout.engine.kind = 'transformers', or choose a task with "
+            "generated answers."
         )
 
 

@@ -7,8 +7,10 @@ in a process that is forked from it. As a program, this module prints the sample
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from inspect_ai import Task
 from inspect_ai._eval.loader import create_file_tasks, load_file_tasks
 from inspect_ai._eval.registry import task_create
 from inspect_ai._util.registry import registry_lookup
+from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import get_model
 from inspect_ai.scorer import Score
@@ -43,7 +46,7 @@ class Episodes:
         evaluation fails."""
         model = get_model("openai-api/rheostat/policy", base_url=base_url, api_key=api_key)
         number = problem["task"]["number"]
-        if str(self.task.dataset[number].input)[:1000] != problem["task"]["input"]:
+        if _digest(self.task.dataset[number]) != problem["task"]["digest"]:
             raise RuntimeError("the sample has changed since the problems of the run were read")
         [log] = inspect_ai.eval(
             self.task,
@@ -87,10 +90,8 @@ def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
         load_file_tasks(Path(file))
     function = registry_lookup("task", name)
     if function is None:
-        where = (
-            "in an installed package. Set `file` for a task of your own" if file is None else f"in {Path(file).name}"
-        )
-        raise ValueError(f"there is no task with this name {where}")
+        where = "an installed package. Set `file` for a task of your own" if file is None else Path(file).name
+        raise ValueError(f"there is no task with this name in {where}")
     assert callable(function), "a task is registered as a function"
     inspect.signature(function).bind(**options)
     if file is None:
@@ -100,12 +101,21 @@ def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
 
 
 def list_samples(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the text and the number of each sample of a task."""
+    """Yield the text, the number and the digest of each sample of a task."""
     task = load_task(order["task"], order["file"], order["options"])
     for number, sample in enumerate(itertools.islice(task.dataset, order["limit"])):
-        is_text = isinstance(sample.input, str)
-        text = sample.input if is_text else "\n".join(message.text for message in sample.input)
-        yield {"prompt": text or f"sample {number}", "task": {"number": number, "input": str(sample.input)[:1000]}}
+        text = _read_text(sample) or f"sample {number}"
+        yield {"prompt": text, "task": {"number": number, "digest": _digest(sample)}}
+
+
+def _read_text(sample: Sample) -> str:
+    """Return the input of a sample as one text. Messages have random IDs, which it does not contain."""
+    return sample.input if isinstance(sample.input, str) else "\n".join(message.text for message in sample.input)
+
+
+def _digest(sample: Sample) -> str:
+    """Return a digest of the input and of the expected answer of a sample."""
+    return hashlib.sha256(json.dumps([_read_text(sample), sample.target]).encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

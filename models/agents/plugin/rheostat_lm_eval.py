@@ -12,10 +12,12 @@ import itertools
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval import tasks
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -102,19 +104,25 @@ def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
     """Load a task with its data. Relative paths in its file start in the folder of the file. Raises ValueError if there
     is no single task with this name."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
-    manager, path = TaskManager(include_defaults=file is None), file
-    if path is None and (entry := manager.task_index.get(name)):
-        path = entry.yaml_path
+    path = _find_file(name) if file is None else file
     fields = {} if path is None else load_yaml(path)
     if fields.get("task") != name:
         where = "" if file is None else f" in {Path(file).name}"
         raise ValueError(f"there is no task with this name{where}. Groups of tasks are not supported")
     if file is not None:
         os.chdir(Path(file).parent)
-    [task] = get_task_dict([{**fields, **options}], manager).values()
+    [task] = get_task_dict([{**fields, **options}], TaskManager(include_defaults=False)).values()
     assert isinstance(task, Task), "the fields are those of a single task"
     task.set_fewshot_seed(seed=1234)  # the default of lm-eval
     return task
+
+
+def _find_file(name: str) -> Path | None:
+    """Return the YAML file of a task that is installed with lm-eval, or None if there is none. The index of lm-eval
+    parses all 14,000 files, which takes 17 seconds. This search takes one second."""
+    key = re.compile(rf"""^["']?task["']?\s*:\s*["']?{re.escape(name)}["']?\s*(#.*)?$""", re.MULTILINE)
+    files = sorted(Path(tasks.__file__).parent.glob("**/*.yaml"))
+    return next((path for path in files if key.search(path.read_text(encoding="utf-8"))), None)
 
 
 def list_items(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

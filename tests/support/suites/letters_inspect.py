@@ -2,6 +2,7 @@
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser
 from inspect_ai.scorer import Score, Target, accuracy, includes, scorer
 from inspect_ai.solver import TaskState, generate
 
@@ -24,9 +25,9 @@ def failing():
 
 @task
 def letters(fails: bool = False) -> Task:
-    """Write a letter. Samples with an even number have an ID with a character of patterns."""
-    samples = [
-        Sample(input=f"Write the letter {letter}.", target=letter, id=None if number % 2 else f"{letter}[*]")
-        for number, letter in enumerate("abcdefghij")
-    ]
+    """Write a letter. The input of samples with an even number is a chat."""
+    samples = []
+    for number, letter in enumerate("abcdefghij"):
+        text = f"Write the letter {letter}."
+        samples.append(Sample(input=text if number % 2 else [ChatMessageUser(content=text)], target=letter))
     return Task(dataset=samples, solver=generate(), scorer=[failing()] if fails else [includes(), length()])
