@@ -92,6 +92,17 @@ class EpisodeRecord:
             self._turns[number] = RecordedTurn(number, place.parent, place.context, place.key, occurrence, turn_seed)
             return number
 
+    def restore_turn(self, number: int, earlier: RecordedTurn) -> None:
+        """Give an opened turn the tokens of an earlier turn with the same context and seed."""
+        with self._lock:
+            self._turns[number] = replace(
+                self._turns[number],
+                tokens=earlier.tokens,
+                logprobs=earlier.logprobs,
+                segments=earlier.segments,
+                finish_reason=earlier.finish_reason,
+            )
+
     def extend_turn(self, number: int, completion: Completion, version: int) -> RecordedTurn:
         """Append tokens that policy version `version` sampled to a turn, and return the turn."""
         new = (Segment(policy_version=version, tokens=len(completion.tokens)),) if completion.tokens else ()
@@ -138,6 +149,12 @@ class EpisodeRecord:
         """Number of tokens that the policy sampled in all turns."""
         with self._lock:
             return sum(len(turn.tokens) for turn in self._turns.values())
+
+    def count_tokens_of(self, version: int) -> int:
+        """Return the number of tokens that policy version `version` sampled in all turns."""
+        with self._lock:
+            segments = [segment for turn in self._turns.values() for segment in turn.segments]
+            return sum(segment.tokens for segment in segments if segment.policy_version == version)
 
     def context_of(self, number: int) -> Tokens:
         """Return the IDs of all tokens before a turn, from the start of its prompt."""

@@ -3,8 +3,12 @@
 An agent runs in a process of its own and sends requests to the door, which samples and records the turns. The engine
 holds nothing of an episode between its requests. A failure of an agent costs its own episode alone: the episode has
 failed, its score is missing, and the reason is stored with its last turn.
+
+With partial rollout, an episode is cut when it has sampled its tokens of the iteration, or when the time of the shard
+is over. The agent is stopped, and the next iteration starts it again with the stored turns.
 """
 
+import logging
 import math
 import socket
 import time
@@ -12,24 +16,30 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Final
 
 from pydantic import JsonValue
 
+from rheostat.infra.counts import format_count
 from rheostat.infra.errors import WorkerLost
 from rheostat.infra.plugins import nearest_name
 from rheostat.infra.processes.agents import AgentEnd, AgentHosts, AgentOrder
 from rheostat.infra.processes.child import MAX_ENDS
 from rheostat.models.agents.branches import EpisodeRecord
 from rheostat.models.agents.door import Door
+from rheostat.models.agents.earlier import EarlierTurns
 from rheostat.models.agents.journal import EndedEpisode, EpisodeJournal
 from rheostat.models.agents.routes import AgentRoutes
 from rheostat.models.agents.sampler import OpenEpisode, TurnLimits
-from rheostat.models.agents.stored_branches import Ending, fill
+from rheostat.models.agents.stored_branches import Ending, fill, read
 from rheostat.models.config.agents import AgentSettings
+from rheostat.models.config.rollout import PartialRollout
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.rollouts.groups import Group, PartialCompletion, store_messages
+
+logger = logging.getLogger(__name__)
 
 MAX_REFUSED: Final = 200
 """Number of refused requests after which an agent is stopped."""
@@ -47,6 +57,8 @@ class _Episode:
     draft: PartialCompletion
     index: tuple[int, int]
     """Index of the group, and of the completion in the group."""
+    budget: int | None
+    """Number of tokens after which the episode is cut in this iteration, or None if the episode runs to its end."""
     name: str = ""
     """Name of the agent in its current run."""
     key: str = ""
@@ -57,6 +69,8 @@ class _Episode:
     """Time that the agent has used."""
     ends: list[str] = field(default_factory=list)
     """Reasons why earlier runs of the agent were lost."""
+    is_stopped: bool = False
+    """Whether the agent was stopped because the episode is cut."""
 
     @property
     def label(self) -> str:
@@ -77,8 +91,12 @@ class AgentEpisodes:
     settings: AgentSettings
     hosts: AgentHosts
     routes: AgentRoutes
-    find_limits: Callable[[PartialCompletion], TurnLimits]
-    """Function that returns the limits on the requests of an episode."""
+    version: int
+    """Version of the policy that samples the turns."""
+    partial: PartialRollout | None
+    """Settings with which episodes are cut, or None if every episode runs to its end."""
+    find_limits: Callable[[Group], TurnLimits]
+    """Function that returns the limits on the requests of an episode of a group."""
     places: int
     """Number of completions that the engine decodes at the same time."""
     names: Iterator[str]
@@ -90,30 +108,26 @@ class AgentEpisodes:
     tokenizer: str
     """Directory of the policy's tokenizer, for programs that need it, or an empty text."""
     journal: EpisodeJournal
-    """Journal of the shard, from which ended episodes are taken."""
+    """Journal of the shard, from which ended and cut episodes are taken."""
+    _began: float = field(default_factory=time.monotonic)
     _live: dict[str, _Episode] = field(default_factory=dict)
     """Episodes whose agents run, by the name of the agent."""
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
-        """Run each unfinished completion as an episode to its end, and return the groups with the resulting
-        completions.
+        """Run each unfinished completion as an episode, to its end or until it is cut, and return the groups with the
+        resulting completions.
 
         Raises BadInput if the agent cannot be used, WorkerLost if its processes are repeatedly ended from outside, and
         every error of the engine.
         """
         drafts = [[self._read_ended(group, sample) for sample in range(len(group.drafts))] for group in groups]
-        waiting = deque(
-            _Episode(group, draft, (place, sample))
-            for place, group in enumerate(groups)
-            for sample, draft in enumerate(drafts[place])
-            if draft.finish_reason is FinishReason.CUT
-        )
+        waiting = deque(self._list_waiting(groups, drafts))
         door = Door(self.routes)
         try:
             while waiting or self._live:
                 while waiting and self._has_room(door):
                     self._start(waiting.popleft(), door)
-                for episode, draft in self._advance(door):
+                for episode, draft in chain(self._cut_waiting(waiting), self._advance(door)):
                     if draft is None:
                         waiting.appendleft(episode)
                     else:
@@ -133,6 +147,23 @@ class AgentEpisodes:
             return draft
         return fill(EpisodeRecord(ended.turns), draft, ended.ending, decode=self.routes.decode)
 
+    def _list_waiting(
+        self, groups: Sequence[Group], drafts: Sequence[Sequence[PartialCompletion]]
+    ) -> Iterator[_Episode]:
+        """Yield an episode for each unfinished completion in `drafts` that the journal does not contain."""
+        for place, group in enumerate(groups):
+            budget = group.find_token_budget(self.version, self.partial)
+            for sample, draft in enumerate(drafts[place]):
+                episode = _Episode(group, draft, (place, sample), budget)
+                if draft.finish_reason is FinishReason.CUT and episode.label not in self.journal.ended:
+                    yield episode
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the time of the shard is over, so that episodes are cut."""
+        seconds = None if self.partial is None else self.partial.iteration_seconds
+        return seconds is not None and time.monotonic() - self._began >= seconds
+
     def _has_room(self, door: Door) -> bool:
         """Return whether another agent may start. No agent starts while as many turns are being generated, or agents
         have not sent their first request, as the engine decodes at the same time."""
@@ -145,12 +176,15 @@ class AgentEpisodes:
         return busy < self.places
 
     def _start(self, episode: _Episode, door: Door) -> None:
-        """Start the agent of an episode, with no turns."""
+        """Start the agent of an episode, with no turns. Requests for stored turns get these turns."""
+        earlier = read(episode.draft).turns()
         episode.open = OpenEpisode(
             seed=episode.draft.seed,
-            limits=self.find_limits(episode.draft),
+            limits=self.find_limits(episode.group),
             row=episode.group.prompt_row,
             answers=self.journal.answers_of(episode.label),
+            earlier=EarlierTurns(earlier, decode=self.routes.decode, ends=self.routes.form.ends),
+            budget=episode.budget,
         )
         episode.seconds, episode.name, episode.key = 0.0, next(self.names), door.admit(episode.open)
         self._live[episode.name] = episode
@@ -162,27 +196,52 @@ class AgentEpisodes:
         self.hosts.start(AgentOrder(episode.name, problem, seed, url=door.url, key=episode.key))
 
     def _advance(self, door: Door) -> Iterator[tuple[_Episode, PartialCompletion | None]]:
-        """Wait until agents end, and yield each ended episode with its completion, or with None if it must run again.
-        Agents that exceed a limit are stopped."""
+        """Wait until agents end, and yield each ended or cut episode with its completion, or with None if it must run
+        again. Agents that exceed a limit are stopped."""
         began = time.monotonic()
         for end in self.hosts.wait(POLL_SECONDS, partial(self._listen, door)):
-            episode = self._live.pop(end.episode, None)
-            if episode is not None:  # otherwise it was stopped
-                door.dismiss(episode.key)
+            episode = self._live.get(end.episode)
+            if episode is not None and not episode.recorded.is_cut:  # otherwise it was stopped, or is cut below
+                self._remove(episode, door)
                 yield episode, self._finish(episode, end)
         if (error := self.find_failure()) is not None:
             raise error
         passed = time.monotonic() - began
-        for episode in [*self._live.values()]:
+        yield from self._cut_live(door)
+        for episode in [each for each in self._live.values() if not each.recorded.is_cut]:
             num_sampled, num_refused = door.count_requests(episode.key)
             if not num_sampled and self.hosts.has_started(episode.name):
                 episode.seconds += passed
                 self.on_progress()
             if reason := self._find_excess(episode, num_refused):
-                del self._live[episode.name]
-                door.dismiss(episode.key)
+                self._remove(episode, door)
                 self.hosts.stop(episode.name)
                 yield episode, self._fail(episode, reason)
+
+    def _cut_waiting(self, waiting: deque[_Episode]) -> Iterator[tuple[_Episode, PartialCompletion]]:
+        """Remove the episodes that are cut from those that wait, and yield each with its completion. A completion whose
+        agent has never started is unchanged."""
+        for episode in [each for each in waiting if each.budget is not None] if self._is_late else ():
+            waiting.remove(episode)
+            yield episode, episode.draft if episode.open is None else self._cut(episode)
+
+    def _cut_live(self, door: Door) -> Iterator[tuple[_Episode, PartialCompletion]]:
+        """Stop the agents of episodes that are cut, and yield each of these episodes when its last turn is sampled."""
+        for episode in [*self._live.values()]:
+            if self._is_late and episode.budget is not None:
+                episode.recorded.cut()
+            if episode.recorded.is_cut and not episode.is_stopped:
+                episode.is_stopped = True
+                self.hosts.stop(episode.name)
+            is_sampling = episode.recorded.num_sampling or door.count_requests(episode.key)[0]
+            if episode.recorded.is_cut and not is_sampling:
+                self._remove(episode, door)
+                yield episode, self._cut(episode)
+
+    def _remove(self, episode: _Episode, door: Door) -> None:
+        """Accept no more requests of an episode whose agent has ended or is stopped."""
+        del self._live[episode.name]
+        door.dismiss(episode.key)
 
     def _listen(self, door: Door, name: str, listener: socket.socket) -> None:
         """Let the agent in a sandbox reach the door."""
@@ -227,14 +286,30 @@ class AgentEpisodes:
     def _fail(self, episode: _Episode, reason: str) -> PartialCompletion:
         return self._fill(episode, Ending(FinishReason.FAILED, error=reason))
 
+    def _cut(self, episode: _Episode) -> PartialCompletion:
+        """Return the completion of an episode that continues in a later iteration."""
+        begun = episode.draft.find_first_version(self.version)
+        return self._fill(episode, Ending(FinishReason.CUT, begun=begun))
+
     def _fill(self, episode: _Episode, ending: Ending) -> PartialCompletion:
-        """Return the completion that stores the turns of an episode."""
+        """Return the completion that stores the turns of an episode. A cut episode keeps the turns of earlier
+        iterations that its agent has not requested again so far."""
         opened = episode.recorded
         messages, replayed = store_messages(opened.last_chat[1]), frozenset(opened.replayed)
         ending = replace(ending, messages=messages, replayed=replayed)
-        record = EpisodeRecord(opened.record.turns())
-        self.journal.add_ended(episode.label, EndedEpisode.of(record.turns(), ending))
-        return fill(record, episode.draft, ending, decode=self.routes.decode)
+        turns = opened.record.turns()
+        if ending.finish_reason is FinishReason.CUT:
+            turns = opened.earlier.add_unused(turns)
+        elif opened.earlier.num_unused:
+            logger.warning(
+                "%s of prompt row %d, sample %d, were not requested again by the restarted agent, so they are dropped. "
+                "An agent that acts in the same way when it starts again keeps its turns",
+                format_count(opened.earlier.num_unused, "recorded turn"),
+                episode.group.prompt_row,
+                episode.index[1],
+            )
+        self.journal.add_ended(episode.label, EndedEpisode.of(turns, ending))
+        return fill(EpisodeRecord(turns), episode.draft, ending, decode=self.routes.decode)
 
 
 def read_result(result: JsonValue) -> tuple[float | None, dict[int, float]]:

@@ -2,9 +2,10 @@
 and no answered request. Does not import torch.
 
 The journal of a shard has its own folder in the run's store, named by a digest of the work. It contains an object for
-each turn as soon as its tokens were sampled, and an object for each ended episode. A worker that does the same work
-again takes ended episodes from the journal. Agents of other episodes start again. A request that the journal contains
-gets the recorded turn, whatever the order of the requests. The journal is deleted when the shard is stored.
+each turn as soon as its tokens were sampled, and an object for each episode that has ended or was cut. A worker that
+does the same work again takes these episodes from the journal. Agents of other episodes start again. A request that the
+journal contains gets the recorded turn, whatever the order of the requests. The journal is deleted when the shard is
+stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter
 
 from rheostat.infra.store.contracts import Objects
 from rheostat.models.agents.branches import RecordedTurn
+from rheostat.models.agents.earlier import is_possible_length
 from rheostat.models.agents.stored_branches import Ending
 from rheostat.models.config.episodes import EpisodeSettings
 from rheostat.models.engines.protocol import Completion
@@ -32,7 +34,7 @@ _PARALLEL: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class EndedEpisode:
-    """Episode that has ended: its turns, and why it ended."""
+    """Episode that has ended or was cut in this iteration: its turns, and why it ended."""
 
     turns: tuple[RecordedTurn, ...]
     finish_reason: FinishReason
@@ -42,19 +44,22 @@ class EndedEpisode:
     replayed: frozenset[int]
     messages: tuple[tuple[str, str, str | None], ...]
     """Role, content and name of each message."""
+    begun: int | None = None
+    """Policy version with which a cut episode began, or None if the episode has ended."""
 
     @classmethod
     def of(cls, turns: Sequence[RecordedTurn], ending: Ending) -> Self:
         """Return an episode as the journal stores it."""
         messages = tuple((each["role"], each["content"], each["name"]) for each in ending.messages)
         numbers = ending.reward, ending.rewards, ending.replayed
-        return cls(tuple(turns), ending.finish_reason, ending.error, *numbers, messages)
+        return cls(tuple(turns), ending.finish_reason, ending.error, *numbers, messages, ending.begun)
 
     @property
     def ending(self) -> Ending:
         """State with which the episode has ended."""
         messages = tuple(ChatMessage(role=role, content=text, name=name) for role, text, name in self.messages)
-        return Ending(self.finish_reason, self.error, self.reward, self.rewards, self.replayed, messages)
+        numbers = self.reward, self.rewards, self.replayed
+        return Ending(self.finish_reason, self.error, *numbers, messages, self.begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,9 @@ class RecordedAnswers:
         """Return the recorded answer to a request, unless it is longer than `max_tokens` tokens or was ended by another
         limit."""
         answer = self.found.get(request)
-        if answer is None or len(answer.tokens) > max_tokens:
+        if answer is None or not is_possible_length(len(answer.tokens), answer.finish_reason, max_tokens=max_tokens):
             return None
-        is_cut = answer.finish_reason is not FinishReason.STOP
-        return None if is_cut and len(answer.tokens) != max_tokens else answer
+        return answer
 
     def add(self, request: str, completion: Completion, /) -> None:
         """Record the answer to a request. A kill of this process does not lose the record, but a power failure may."""
@@ -109,7 +113,7 @@ class EpisodeJournal:
         self._prefix = f"{FOLDER}/{digest}/"
         self._answers: dict[str, RecordedAnswers] = {}
         self.ended: dict[str, EndedEpisode] = {}
-        """Episodes that have ended, by name."""
+        """Episodes that have ended or were cut in this iteration, by name."""
         keys = [entry.key for entry in store.entries(self._prefix)]
         with ThreadPoolExecutor(_PARALLEL) as threads:
             for key, content in zip(keys, threads.map(store.find, keys), strict=True):
@@ -130,7 +134,7 @@ class EpisodeJournal:
         return self._answers.setdefault(episode, RecordedAnswers(self._store, f"{self._prefix}{episode}/"))
 
     def add_ended(self, episode: str, ended: EndedEpisode) -> None:
-        """Record the end of an episode."""
+        """Record the end of an episode, or that the episode was cut in this iteration."""
         self.ended[episode] = ended
         self._store.put(f"{self._prefix}{episode}/{_END}", _ENDED.dump_json(ended), durable=False)
 

@@ -23,7 +23,7 @@ from rheostat.models.agents.replies import (
 from rheostat.models.agents.sampler import OpenEpisode, SampledTurn, SamplingWish, TurnSampler, check_length
 from rheostat.models.agents.wire import ChatRequest, RefusedRequest, TextRequest, TokenRequest
 from rheostat.models.config.policy_server import ObservedHistory
-from rheostat.models.engines.requests import generation_settings, stated_ends
+from rheostat.models.engines.requests import decode_texts, generation_settings, stated_ends
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.calls import ParsedTurn, Parser, build_parser
 from rheostat.models.text.per_turn import decode_turn
@@ -137,7 +137,7 @@ class AgentRoutes:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
         with self._text:
-            text: str = self.form.tokenizer.decode(tokens, skip_special_tokens=True)
+            [text] = decode_texts(self.form.tokenizer, [tokens])
             return text
 
     def _read(self, read: Callable[[], _T], *, param: str) -> _T:

@@ -42,7 +42,7 @@ from rheostat.models.engines.requests import context_of
 from rheostat.models.environments.clock import EnvironmentClock
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import RolloutWork
-from rheostat.models.rollouts.groups import Group, PartialCompletion
+from rheostat.models.rollouts.groups import Group
 from rheostat.models.text.calls import build_parser
 from rheostat.models.text.turns import TurnFormat
 
@@ -78,8 +78,9 @@ class AgentRuntime:
     def run_episodes(
         self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path, store: Objects
     ) -> list[Group]:
-        """Run each unfinished completion of the groups as an episode of the agent. `directory` contains the policy's
-        tokenizer, and `store` the journals of shards. Raises BadInput if the agent or the engine cannot be used."""
+        """Run each unfinished completion of the groups as an episode of the agent, to its end or until it is cut.
+        `directory` contains the policy's tokenizer, and `store` the journals of shards. Raises BadInput if the agent or
+        the engine cannot be used."""
         self._delete_journal()
         journal = EpisodeJournal(store, work, self._settings)
         num_runs = count()
@@ -97,6 +98,8 @@ class AgentRuntime:
             settings, head = self._settings, ReplyHead(MODEL, created=0)
             episodes = AgentEpisodes(
                 settings=settings,
+                version=work.policy.version,
+                partial=work.partial,
                 hosts=self._open_hosts(),
                 routes=AgentRoutes(sampler, form, head, parser=settings.parser, history=settings.history),
                 find_limits=partial(find_limits, settings, work.sampling, context),
@@ -173,16 +176,14 @@ class GuardedGenerate:
             raise
 
 
-def find_limits(
-    settings: AgentSettings, sampling: SamplingConfig, context: int | None, draft: PartialCompletion
-) -> TurnLimits:
-    """Return the limits on the requests of an episode. `context` is the context length of the policy in tokens, and
-    `draft` contains the rendered prompt of the problem.
+def find_limits(settings: AgentSettings, sampling: SamplingConfig, context: int | None, group: Group) -> TurnLimits:
+    """Return the limits on the requests of an episode of a group. `context` is the context length of the policy in
+    tokens.
 
     A turn and all tokens before it may together be as long as the prompt and `sampling.max_new_tokens`, because
     training reserves memory for this length.
     """
-    longest = draft.input.num_prompt_tokens + sampling.max_new_tokens
+    longest = group.num_prompt_tokens + sampling.max_new_tokens
     return TurnLimits(
         turn_tokens=settings.turn_tokens,
         episode_tokens=settings.episode_tokens,

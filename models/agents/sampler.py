@@ -6,19 +6,21 @@ This module does not import torch.
 import json
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from typing import Final, Protocol
 
 from blake3 import blake3
 
 from rheostat.models.agents.branches import EpisodeRecord, Place, RecordedTurn
+from rheostat.models.agents.earlier import EarlierTurns
 from rheostat.models.agents.matching import ChatIndex
 from rheostat.models.agents.wire import RefusedRequest
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.problems import Message
 from rheostat.models.engines.protocol import Completion, Generate, Request, ScoreTokens, SequenceScores
 from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
 CONTEXT_EXCEEDED: Final = "context_length_exceeded"
@@ -78,12 +80,43 @@ class OpenEpisode:
     opening: Lock = field(default_factory=Lock, repr=False)
     """Lock that is held while turns are counted and opened."""
     answers: Answers = field(default_factory=NoAnswers)
+    earlier: EarlierTurns = field(default_factory=EarlierTurns)
+    """Turns that earlier iterations have sampled."""
+    budget: int | None = None
+    """Number of tokens of the present policy version after which the episode is cut, or None for no such limit."""
+    is_cut: bool = False
+    """Whether the episode continues in a later iteration. Its requests are then refused."""
+    num_sampling: int = 0
+    """Number of requests whose turns are being sampled."""
     replayed: set[int] = field(default_factory=set)
     """Numbers of the turns that were recorded before a restart of the program and returned to it again."""
     abandoned: Event = field(default_factory=Event, repr=False)
     """Event that is set when the episode has ended, so that the engine need not finish its turns."""
     last_chat: tuple[int, tuple[Message, ...]] = (-1, ())
     """Number of the last turn that answered a chat, and the messages of this chat with the answer."""
+
+    def cut(self) -> None:
+        """Refuse all further requests, because the episode continues in a later iteration."""
+        with self.opening:
+            self.is_cut = True
+
+    def open_turns(self, places: Sequence[Place]) -> list[int]:
+        """Reserve a turn at each place for a request, and return their numbers. Raises RefusedRequest if the episode is
+        cut or may not have so many turns."""
+        with self.opening:
+            if self.is_cut:
+                raise _cut_error()
+            _check_requests(self, len(places))
+            self.num_sampling += 1
+            return [self.record.open_turn(place, seed=self.seed) for place in places]
+
+    def close_turns(self, numbers: Sequence[int]) -> None:
+        """Mark the request of reserved turns as answered. Turns without tokens are removed, because their request has
+        failed."""
+        with self.opening:
+            for number in numbers:
+                self.record.drop_turn(number)
+            self.num_sampling -= 1
 
     def note_chat(self, number: int, messages: tuple[Message, ...]) -> None:
         """Record the chat that ends with the turn `number`, unless a later turn has answered a chat."""
@@ -157,49 +190,110 @@ class TurnSampler:
         """
         lengths = [_count_context(episode, place) for place in places]
         limits = [_find_turn_limit(episode, length, wish) for length in lengths]
-        with episode.opening:
-            _check_requests(episode, len(places))
-            numbers = [episode.record.open_turn(place, seed=episode.seed) for place in places]
+        numbers = episode.open_turns(places)
         try:
             stop = tuple(dict.fromkeys((*self.sampling.stop, *wish.stop)))
-            completions = self._answer(episode, numbers, limits, stop)
-            return [
-                SampledTurn(episode.record.extend_turn(number, completion, self.version), length, completion.text)
-                for number, length, completion in zip(numbers, lengths, completions, strict=True)
-            ]
+            texts = self._answer(episode, numbers, limits, stop)
+            turns = [episode.record.turn(number) for number in numbers]
+            if any(turn.finish_reason is FinishReason.CUT for turn in turns):
+                for number, text in zip(numbers, texts, strict=True):
+                    episode.record.describe_turn(number, text=text)
+                episode.cut()
+                raise _cut_error()
+            return [SampledTurn(*each) for each in zip(turns, lengths, texts, strict=True)]
         finally:
-            for number in numbers:
-                episode.record.drop_turn(number)  # only turns without tokens, after an error
+            episode.close_turns(numbers)
 
     def _answer(
         self, episode: OpenEpisode, numbers: Sequence[int], limits: Sequence[int], stop: tuple[str, ...]
+    ) -> list[str]:
+        """Add tokens to opened turns: those of an earlier iteration, and recorded or new ones of this iteration. New
+        tokens are recorded. Returns the texts of the turns.
+
+        Raises RefusedRequest if the episode is cut because it has sampled its tokens of this iteration.
+        """
+        texts = {}
+        for number, limit in zip(numbers, limits, strict=True):
+            text = episode.earlier.find(episode.record.turn(number), episode.record, stop=stop, max_tokens=limit)
+            if text is not None:
+                episode.replayed.add(number)
+                texts[number] = text
+        unfinished = [
+            _UnfinishedTurn(turn, limit, blake3(json.dumps([turn.key, turn.occurrence, stop]).encode()).hexdigest())
+            for turn, limit in zip(map(episode.record.turn, numbers), limits, strict=True)
+            if turn.finish_reason is FinishReason.CUT
+        ]
+        for each, completion in zip(unfinished, self._complete(episode, unfinished, stop), strict=True):
+            episode.record.extend_turn(each.turn.number, completion, self.version)
+            texts[each.turn.number] = completion.text
+        return [texts[number] for number in numbers]
+
+    def _complete(
+        self, episode: OpenEpisode, turns: Sequence["_UnfinishedTurn"], stop: tuple[str, ...]
     ) -> list[Completion]:
-        """Return the completions of opened turns: recorded ones, and new ones of the policy, which are recorded."""
-        turns = [episode.record.turn(number) for number in numbers]
-        digests = [blake3(json.dumps([turn.key, turn.occurrence, stop]).encode()).hexdigest() for turn in turns]
-        known = [episode.answers.find(digest, max_tokens=limit) for digest, limit in zip(digests, limits, strict=True)]
+        """Return the further tokens of turns in this iteration: recorded ones, or new ones, which are recorded."""
+        known = [episode.answers.find(each.digest, max_tokens=each.num_missing) for each in turns]
+        unknown = [each for each, answer in zip(turns, known, strict=True) if answer is None]
+        new = iter(self._generate(episode, unknown, stop) if unknown else ())
+        completions = []
+        for each, answer in zip(turns, known, strict=True):
+            if answer is None:
+                answer = each.name_length_limit(next(new))
+                episode.answers.add(each.digest, answer)
+            else:
+                episode.replayed.add(each.turn.number)
+            completions.append(answer)
+        return completions
+
+    def _generate(
+        self, episode: OpenEpisode, turns: Sequence["_UnfinishedTurn"], stop: tuple[str, ...]
+    ) -> list[Completion]:
+        """Sample tokens of turns. Raises RefusedRequest, and cuts the episode, if it may sample no more tokens in this
+        iteration."""
+        left = None if episode.budget is None else episode.budget - episode.record.count_tokens_of(self.version)
+        if left is not None and left <= 0:
+            episode.cut()
+            raise _cut_error()
         requests = [
             Request(
                 row=episode.row,
-                inputs=(ModelInput.from_prompt(episode.record.context_of(turn.number)),),
-                seeds=(turn.seed,),
-                max_tokens=limit,
+                inputs=(each.build_input(episode.record),),
+                seeds=(each.turn.seed,),
+                budget=left,
+                max_tokens=each.limit,
                 abandoned=episode.abandoned,
             )
-            for turn, limit, answer in zip(turns, limits, known, strict=True)
-            if answer is None
+            for each in turns
         ]
-        sampling = self.sampling.model_copy(update={"stop": stop})
-        new = iter(self.generate(requests, sampling) if requests else ())
-        completions = []
-        for turn, digest, answer in zip(turns, digests, known, strict=True):
-            if answer is None:
-                [answer] = next(new)
-                episode.answers.add(digest, answer)
-            else:
-                episode.replayed.add(turn.number)
-            completions.append(answer)
-        return completions
+        answers = self.generate(requests, self.sampling.model_copy(update={"stop": stop}))
+        return [completion for [completion] in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class _UnfinishedTurn:
+    """Turn that needs more tokens: a new one, or one that an earlier iteration has cut."""
+
+    turn: RecordedTurn
+    limit: int
+    """Maximum number of tokens of the turn."""
+    digest: str
+    """Name of the request in the records of answers."""
+
+    @property
+    def num_missing(self) -> int:
+        """Maximum number of tokens that the turn may still get."""
+        return self.limit - len(self.turn.tokens)
+
+    def build_input(self, record: EpisodeRecord) -> ModelInput:
+        """Return the context of the turn and its tokens so far."""
+        context = ModelInput.from_prompt(record.context_of(self.turn.number))
+        return context.append_completion(self.turn.tokens) if self.turn.tokens else context
+
+    def name_length_limit(self, completion: Completion) -> Completion:
+        """Return a completion with the finish reason `length` if the turn has its maximum length. Engines call it
+        `cut` if the maximum is below that of the run."""
+        is_longest = completion.finish_reason is FinishReason.CUT and len(completion.tokens) == self.num_missing
+        return replace(completion, finish_reason=FinishReason.LENGTH) if is_longest else completion
 
 
 def _count_context(episode: OpenEpisode, place: Place) -> int:
@@ -213,6 +307,16 @@ def check_length(text: str, limits: TurnLimits) -> None:
     would take long."""
     if len(text) > limits.context * CHARACTERS_PER_TOKEN:
         raise _context_error(limits, f"{len(text)} characters")
+
+
+def _cut_error() -> RefusedRequest:
+    """Return the error of a request whose episode continues in a later iteration. Clients repeat requests with this
+    status later, so that an agent is usually stopped before it notices the error."""
+    return RefusedRequest(
+        "the episode continues in a later iteration of the training run, in which the agent starts again",
+        status=409,
+        code="episode_cut",
+    )
 
 
 def _context_error(limits: TurnLimits, length: str) -> RefusedRequest:

@@ -7,7 +7,7 @@ separate prompt of a turn. Training therefore reads each branch as a separate se
 once.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -41,6 +41,9 @@ class Ending:
     """Numbers of the turns that were recorded before a restart of the agent and returned to the agent again."""
     messages: tuple[ChatMessage, ...] = ()
     """Messages of the conversation that ends with the last turn."""
+    begun: int | None = None
+    """Policy version with which a cut episode began, or None if the episode has ended. The tokens of the episode may
+    all be younger."""
 
 
 def fill(record: EpisodeRecord, draft: PartialCompletion, ending: Ending, *, decode: Decode) -> PartialCompletion:
@@ -48,7 +51,8 @@ def fill(record: EpisodeRecord, draft: PartialCompletion, ending: Ending, *, dec
 
     `draft` contains the seed and the prompt of the episode. `decode` returns the text of tokens without special tokens.
     Turns without tokens are left out. Without any turn, the completion is empty, and an error is stored with an empty
-    turn.
+    turn. If a cut episode began with an older policy version than that of its oldest token, the segments start with an
+    empty segment of this version.
     """
     row = _lay_out(record, draft)
     last = max((turn.number for turn in record.turns()), default=None)
@@ -63,11 +67,15 @@ def fill(record: EpisodeRecord, draft: PartialCompletion, ending: Ending, *, dec
         for turn in row.turns
         if turn.order is not None
     )
+    versions = [segment.policy_version for segment in row.segments if segment.policy_version >= 0]
+    is_older = ending.begun is not None and ending.begun < min(versions, default=ending.begun + 1)
+    start = (Segment(policy_version=ending.begun, tokens=0),) if is_older and ending.begun is not None else ()
     no_turns = (TurnRecord(tokens=0, error=ending.error),) if ending.error else ()
     return replace(
         row,
         text="\n".join(decode(_tokens_after_prompt(branch)) for branch in record.branches()),
         finish_reason=ending.finish_reason,
+        segments=start + row.segments,
         turns=turns or no_turns,
         messages=ending.messages,
     )
@@ -203,7 +211,8 @@ def _is_same_row(one: PartialCompletion, other: PartialCompletion) -> bool:
     """Return whether two completions have the same tokens, log-probs and segments, and the same tree of turns."""
     one_layout, other_layout = (
         (
-            *(draft.input.prompt.tolist(), draft.input.completion.tolist(), draft.logprobs, draft.segments),
+            *(draft.input.prompt.tolist(), draft.input.completion.tolist(), draft.logprobs),
+            tuple(segment for segment in draft.segments if segment.tokens),
             *((turn.order, turn.parent, turn.tokens, turn.observation) for turn in draft.turns),
         )
         for draft in (one, other)
@@ -237,22 +246,24 @@ def read_records(rollouts: pa.Table) -> list[EpisodeRecord]:
     ]
 
 
-def continues(record: EpisodeRecord, earlier: EpisodeRecord, *, replayed: Collection[int]) -> bool:
-    """Return whether a record continues an earlier state of the same episode: tokens of earlier turns are unchanged,
-    and no turn is missing.
+def continues(record: EpisodeRecord, earlier: EpisodeRecord, *, version: int) -> bool:
+    """Return whether a record continues an earlier state of the same episode with policy version `version`: each turn
+    with tokens of older versions begins with an earlier turn after the same context, and no earlier turn occurs twice.
 
-    `replayed` contains the numbers of turns that were returned to a restarted agent again. Turns for which the
-    restarted agent sent no request may be missing. The other earlier turns must then be in `replayed`.
+    Earlier turns may be missing, because the agent starts again and may send other requests.
     """
-    numbers = {turn.number for turn in record.turns()}
-    kept = [turn.number for turn in earlier.turns() if turn.number in numbers]
-    is_complete = len(kept) == len(earlier.turns()) or {*kept} <= {*replayed}
-    return is_complete and all(_extends(record, earlier, number) for number in kept)
+    unused = earlier.turns()
+    for turn in record.turns():
+        if turn.segments[0].policy_version < version:
+            found = next((each for each in unused if _extends(turn, each)), None)
+            if found is None:
+                return False
+            unused.remove(found)
+    return True
 
 
-def _extends(record: EpisodeRecord, earlier: EpisodeRecord, number: int) -> bool:
-    """Return whether a turn begins with the tokens, log-probs and versions that the turn had in an earlier record."""
-    now, before = record.turn(number), earlier.turn(number)
+def _extends(now: RecordedTurn, before: RecordedTurn) -> bool:
+    """Return whether a turn has the context of an earlier turn and begins with its tokens, log-probs and versions."""
     count = len(before.tokens)
     return (
         (now.key, now.tokens[:count], now.logprobs[:count]) == (before.key, before.tokens, before.logprobs)

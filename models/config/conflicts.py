@@ -61,6 +61,7 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
     yield from _find_gpu_conflicts(job.pools)
     yield from _find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)
+    yield from _find_time_conflicts(job.rollout)
     yield from job.rollout.engine.find_conflicts(job)
     if job.update.router_replay is not None:
         yield from _find_replay_conflicts(job.rollout)
@@ -182,6 +183,14 @@ def _find_attention_conflicts(update: UpdateConfig, pools: PoolsConfig) -> Itera
     package = FLASH.get(update.attention)
     if package and pools.ray_address is None and (reason := describe_missing_package(package)) is not None:
         yield f"{name}: {reason}"
+
+
+def _find_time_conflicts(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.environment is None and rollout.partial is not None and rollout.partial.iteration_seconds is not None:
+        yield (
+            "rollout.partial.iteration_seconds is set, but it only cuts episodes, and no environment is set. Remove it "
+            "(rollout.partial.tokens cuts other completions), or set [rollout.environment]"
+        )
 
 
 def _find_staleness_conflicts(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:

@@ -130,6 +130,11 @@ class SteppedEnvironment(EpisodeSettings, ABC):
                     "rollout.environment.history = 'per_turn' cannot be combined with prompts = 'text', because only a "
                     "chat template can render earlier turns. Remove history"
                 )
+            if job.rollout.partial is not None:
+                yield (
+                    "rollout.environment.history = 'per_turn' cannot be combined with rollout.partial, because a later "
+                    "iteration does not have the prompts of earlier turns. Remove one of them"
+                )
             yield from find_single_sequence_conflicts("rollout.environment.history = 'per_turn'", job)
         if self.pace == "free":
             yield from _find_pace_conflicts(self, job)
@@ -230,11 +235,6 @@ def _find_pace_conflicts(environment: SteppedEnvironment, job: Job) -> Iterator[
 def find_single_sequence_conflicts(where: str, job: Job) -> Iterator[str]:
     """Yield one message for each setting of the job that needs the whole episode in one sequence. `where` names the
     setting that divides episodes into several sequences."""
-    if job.rollout.partial is not None:
-        yield (
-            f"{where} cannot be combined with rollout.partial, because a later iteration does not have the prompts of "
-            "earlier turns. Remove one of them"
-        )
     if job.algorithm.overlong is not None:
         yield (
             f"{where} cannot be combined with algorithm.overlong, because max_new_tokens does not limit the sum of all "

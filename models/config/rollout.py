@@ -37,19 +37,22 @@ class PartialRollout(Settings):
     """Generation of long completions over several iterations (partial rollout). Each iteration adds a limited number of
     tokens to a completion.
 
-    Continued completions come first in an iteration. The limit counts tokens and not seconds, so a run is reproducible
-    bit for bit.
+    Continued completions come first in an iteration. Without `iteration_seconds`, the limit counts tokens and not
+    seconds, so a run is reproducible bit for bit.
     """
 
     tokens: Positive
     """Maximum number of tokens that one iteration adds to a completion. In an episode, only the tokens that the policy
     generates count."""
+    iteration_seconds: Annotated[float | None, Field(gt=0), Since("0.2.0", before=None)] = None
+    """Time in seconds after which the episodes of a rollout shard are cut, and continue in the next iteration. A turn
+    that is being generated, and a step of an environment, still end. If not set, time does not cut episodes."""
     over_dispatch: Annotated[float, Field(ge=0, le=4)] = 0.25
     """Share of prompts that are issued in addition to the target. They replace groups whose completions are not
     finished when the token limit is reached."""
     max_staleness: Positive = 1
-    """Age of an unfinished completion, in policy versions, from which it is generated to its end without the token
-    limit."""
+    """Age of an unfinished completion, in policy versions, from which it is generated to its end without limits of
+    tokens and time."""
 
 
 class RolloutConfig(Settings):

@@ -9,10 +9,13 @@ and turns. While the environments of one batch answer, the next batch generates.
 calls (`InterleavingEngine`), every episode continues independently of the others instead.
 
 With partial rollout, the policy generates a limited number of tokens of an episode per iteration. The episode is then
-cut within or before a turn. When the next iteration has finished that turn, a new environment receives all turns again,
-as after the loss of an environment process.
+cut within or before a turn. If the time of a shard is limited too, its episodes are cut before a turn. When the next
+iteration has finished that turn, a new environment receives all turns again, as after the loss of an environment
+process.
 """
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -52,6 +55,8 @@ class _Episode:
     limit: int | None
     """Number of generated tokens at which the episode is interrupted in this iteration and continued in the next, or
     None if there is no limit."""
+    deadline: float = math.inf
+    """Reading of `time.monotonic` after which the episode is interrupted in this iteration."""
     turns: list[ParsedTurn] = field(default_factory=list)
     """All finished turns of the episode, with the tool calls parsed from them."""
     spelt: list[Mapping[str, object]] = field(default_factory=list)
@@ -67,8 +72,10 @@ class _Episode:
 
     @property
     def is_live(self) -> bool:
-        """Whether the episode is unfinished and may generate more tokens in this iteration."""
-        return self.draft.finish_reason is FinishReason.CUT and self.left != 0
+        """Whether the episode is unfinished and may generate more tokens in this iteration. Time interrupts no episode
+        before its first token."""
+        is_late = self.draft.num_generated > 0 and time.monotonic() >= self.deadline
+        return self.draft.finish_reason is FinishReason.CUT and self.left != 0 and not is_late
 
     @property
     def is_asking(self) -> bool:
@@ -300,13 +307,15 @@ class Episodes:
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
         """Create an episode for each completion of each group."""
         pairs = [(group, draft) for group in groups for draft in group.drafts]
-        return [self._episode(number, *pair) for number, pair in enumerate(pairs)]
+        seconds = None if self.partial is None else self.partial.iteration_seconds
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        return [self._episode(number, *pair, deadline) for number, pair in enumerate(pairs)]
 
-    def _episode(self, number: int, group: Group, draft: PartialCompletion) -> _Episode:
+    def _episode(self, number: int, group: Group, draft: PartialCompletion, deadline: float) -> _Episode:
         """Create an episode from a completion so far (`draft`). If the completion was interrupted in an earlier
         iteration, its finished turns are parsed again."""
         budget = group.find_token_budget(self.version, self.partial)
         limit = None if budget is None else draft.num_generated + budget
         is_cut = draft.finish_reason is FinishReason.CUT
         ended = [self.parse(decode_turn(self.form, turn)) for turn in draft.generated_turns()[:-1]] if is_cut else []
-        return _Episode(number, group, draft, limit, turns=ended)
+        return _Episode(number, group, draft, limit, math.inf if limit is None else deadline, turns=ended)

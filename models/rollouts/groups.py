@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from rheostat.models.config.rollout import PartialRollout
@@ -122,6 +123,15 @@ class PartialCompletion:
         counted."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
+    def count_tokens_of(self, version: int) -> int:
+        """Return the number of tokens that policy version `version` generated."""
+        return sum(segment.tokens for segment in self.segments if segment.policy_version == version)
+
+    def find_first_version(self, version: int) -> int:
+        """Return the policy version with which the completion began, or `version` if it has not begun."""
+        versions = (segment.policy_version for segment in self.segments if segment.policy_version >= 0)
+        return min(versions, default=version)
+
     @property
     def num_turn_tokens(self) -> int:
         """Number of tokens that were generated in the current, unfinished turn of an episode."""
@@ -181,6 +191,8 @@ class Group:
     """Messages of the prompt with all fields that chat templates use, such as tool calls."""
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, such as tools, if the prompt is a chat."""
+    num_prompt_tokens: int = 0
+    """Number of tokens of the rendered prompt."""
 
     @property
     def is_finished(self) -> bool:
@@ -202,8 +214,7 @@ class Group:
         """Return the maximum number of tokens that policy version `version` may add to a completion. Returns None (no
         limit) if `partial`, the settings for interrupting long completions, is None, or if the group has reached its
         maximum staleness."""
-        versions = [segment.policy_version for draft in self.drafts for segment in draft.segments]
-        first_version = min((writer for writer in versions if writer >= 0), default=version)
+        first_version = min((draft.find_first_version(version) for draft in self.drafts), default=version)
         return partial.tokens if partial is not None and version - first_version < partial.max_staleness else None
 
     def append_completions(self, completions: Sequence[Completion], version: int) -> "Group":
@@ -253,8 +264,9 @@ def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
     """Return a group without completions for each prompt of the table. `rows` are the prompts' indices in their
     shard."""
     columns = ["prompt_id", "text", "answer", "columns", "messages", *({TEMPLATE} & {*prompts.column_names})]
+    lengths = pc.list_value_length(prompts["tokens"]).to_pylist()
     groups = []
-    for row, prompt in zip(rows, prompts.select(columns).to_pylist(), strict=True):
+    for row, prompt, length in zip(rows, prompts.select(columns).to_pylist(), lengths, strict=True):
         chat = tuple(prompt["messages"] or [ChatMessage(role="user", content=prompt["text"], name=None)])
         messages, template = decode_template_input(prompt.get(TEMPLATE) or "")
         groups.append(
@@ -267,6 +279,7 @@ def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
                 chat=chat,
                 messages=messages or tuple(Message(each["role"], each["content"], each["name"] or "") for each in chat),
                 template=template,
+                num_prompt_tokens=length,
                 drafts=(),
             )
         )

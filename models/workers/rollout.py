@@ -5,7 +5,7 @@ It reads a shard of prompts, and writes a shard of finished groups and a shard o
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,7 +35,7 @@ from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.records.versions import ModelVersion, Outcome, order_statistics
 from rheostat.models.records.work import RolloutWork
-from rheostat.models.rollouts.groups import Group, build_table, fresh_groups, read_groups
+from rheostat.models.rollouts.groups import Group, PartialCompletion, build_table, fresh_groups, read_groups
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class RolloutWorker:
             build_table([group for group in groups if group.is_finished is done]) for done in (True, False)
         )
         shards = [self._write(finished, work, kind="rollouts")]
-        lengths = _count_new_tokens(drafts, groups)
+        lengths = _count_new_tokens(drafts, groups, work.policy.version)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
         if work.denoising is not None:
             shards.append(self._write(_build_picture_table(groups), work, kind=MEDIA))
@@ -145,7 +145,8 @@ class RolloutWorker:
         return Outcome(
             shards=tuple(shards),
             metrics=_count_tokens_and_groups(groups, lengths)
-            | {"prompt_tokens": sum(group.drafts[0].input.num_prompt_tokens for group in drafts)},
+            | {"prompt_tokens": sum(group.drafts[0].input.num_prompt_tokens for group in drafts)}
+            | _count_dropped_tokens(drafts, groups, work.policy.version),
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
             | self._take_load_metrics()
@@ -233,15 +234,28 @@ def _build_picture_table(groups: Sequence[Group]) -> pa.Table:
     return build_picture_table((row, picture) for row, picture in pictures if picture is not None)
 
 
-def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[int]:
-    """Return the number of tokens that this work unit generated for each completion. Completions that were already
-    finished in `drafts` are left out."""
-    pairs = (
-        (old, new)
-        for before, after in zip(drafts, groups, strict=True)
-        for old, new in zip(before.drafts, after.drafts, strict=True)
-    )
-    return [new.num_generated - old.num_generated for old, new in pairs if old.finish_reason is FinishReason.CUT]
+def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group], version: int) -> list[int]:
+    """Return the number of tokens that this work unit generated for each completion with policy version `version`.
+    Completions that were already finished in `drafts` are left out."""
+    return [new.count_tokens_of(version) for _, new in _pair_unfinished(drafts, groups)]
+
+
+def _count_dropped_tokens(drafts: Sequence[Group], groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Return the number of tokens of earlier policy versions that completions do not contain any more, because a
+    restarted agent sent other requests. Empty if there are none."""
+    pairs = _pair_unfinished(drafts, groups)
+    dropped = sum(old.num_generated + new.count_tokens_of(version) - new.num_generated for old, new in pairs)
+    return {"dropped_tokens": float(dropped)} if dropped else {}
+
+
+def _pair_unfinished(
+    drafts: Sequence[Group], groups: Sequence[Group]
+) -> Iterator[tuple[PartialCompletion, PartialCompletion]]:
+    """Yield each completion that was unfinished in `drafts`, before and after it was continued."""
+    for before, after in zip(drafts, groups, strict=True):
+        for old, new in zip(before.drafts, after.drafts, strict=True):
+            if old.finish_reason is FinishReason.CUT:
+                yield old, new
 
 
 def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
@@ -284,7 +298,7 @@ def _build_metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
     if work.denoising is not None:
         metadata["denoising"] = work.denoising.model_dump_json()
     if work.partial is not None:
-        metadata["partial"] = work.partial.model_dump_json()
+        metadata["partial"] = work.partial.model_dump_json(exclude_none=True)
     if work.continued is not None:
         metadata["continued_digest"] = work.continued.digest
     return metadata

@@ -1,11 +1,10 @@
 """Checks of every row of an iteration's rollouts and training samples: complete, not repeated, not too old."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any
 
 import pyarrow as pa
 
@@ -96,7 +95,7 @@ def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str
     yield from _check_cut(iteration, manifest, names)
     yield from _check_segments(iteration, manifest)
     if before is not None:
-        yield from _check_continued(run, manifest, before)
+        yield from _check_continued(run, manifest, before, version=policy_of(batch.policy).version)
 
 
 def _check_cut(iteration: Iteration, manifest: Manifest, names_by_shard: list[list[Name]]) -> Iterator[str]:
@@ -159,7 +158,8 @@ def _match_spans(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int,
     """Return whether segments, as (policy version, number of tokens), match spans, as (number of tokens, whether the
     policy generated them).
 
-    Several segments of one span must have ascending versions.
+    Several segments of one span must have ascending versions. An empty segment states the version with which an agent's
+    episode began.
     """
     remaining = deque(segments)
     for tokens, is_written in spans:
@@ -170,11 +170,12 @@ def _match_spans(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int,
             tokens -= number
         if tokens or versions != sorted({*versions}) or any((version >= 0) is not is_written for version in versions):
             return False
-    return not remaining
+    return not any(tokens for _, tokens in remaining)
 
 
-def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator[str]:
-    """Check that a continued completion starts with its stored part, and that a finished completion is unchanged."""
+def _check_continued(run: Run, manifest: Manifest, before: ShardRef, *, version: int) -> Iterator[str]:
+    """Check that a continued completion starts with its stored part, and that a finished completion is unchanged.
+    `version` is the policy version that continued the completions."""
     lists = (COMPLETION_TOKENS, "logprobs", "segments", "turns", "messages")
     columns = ["prompt_row", "sample", *lists, "seed", "finish_reason", "prompt_tokens", "images"]
     table = read_shard(run.store, before, columns=columns)
@@ -187,23 +188,25 @@ def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator
             old_table, old = earlier[_name(row)]
             is_finished = old["finish_reason"] != FinishReason.CUT.value
             if has_branches(old["turns"] or ()):
-                is_continued = _continues_branches(now.slice(place, 1), old_table, row["turns"] or ())
-            else:
+                is_continued = _continues_branches(now.slice(place, 1), old_table, version=version)
+            elif old[COMPLETION_TOKENS]:
                 pairs = [(row[name] or [], old[name] or []) for name in lists]
                 is_continued = all(new[: len(was)] == was for new, was in pairs)
+            else:
+                is_continued = True
             if (is_finished and row != old) or not is_continued or row["seed"] != old["seed"]:
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: sample {sample} of prompt {prompt} does not continue its earlier part"
 
 
-def _continues_branches(now: pa.Table, before: pa.Table, turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether an agent's episode continues its earlier part. `now` and `before` have one row, and `turns` are
-    those of `now`."""
+def _continues_branches(now: pa.Table, before: pa.Table, *, version: int) -> bool:
+    """Return whether an agent's episode continues its earlier part with a policy version. `now` and `before` have one
+    row."""
     try:
         [record], [earlier] = read_records(now), read_records(before)
     except Damaged:
         return False
-    return continues(record, earlier, replayed=[turn["order"] for turn in turns if turn["replayed"]])
+    return continues(record, earlier, version=version)
 
 
 def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:

@@ -142,6 +142,46 @@ def kill_worker(problem, base_url, api_key, journals="", marks=""):
     return 1.0
 
 
+def wait_for_file(problem, base_url, api_key, path=""):
+    """Agent that waits between two turns until a file exists."""
+    messages = [user(problem["prompt"])]
+    messages += [chat(base_url, api_key, *messages), user("Go on.")]
+    while not Path(path).exists():
+        time.sleep(0.01)
+    chat(base_url, api_key, *messages)
+    return 1.0
+
+
+def late(problem, base_url, api_key, seconds=1.0):
+    """Agent that sleeps before its only turn."""
+    time.sleep(seconds)
+    chat(base_url, api_key, user(problem["prompt"]))
+    return 1.0
+
+
+def vary(problem, base_url, api_key, marks=""):
+    """Agent whose second request differs each time that it starts for a problem."""
+    messages = [user(problem["prompt"])]
+    run = Path(marks, f"{problem['number']}-{os.environ['RHEOSTAT_SEED']}")
+    number = int(run.read_text()) + 1 if run.exists() else 0
+    run.write_text(str(number))
+    for turn in range(3):
+        answer = chat(base_url, api_key, *messages)
+        messages += [answer, user(f"Go on {number if turn == 0 else ''}.")]
+    return 1.0
+
+
+def kill_later(problem, base_url, api_key, marks=""):
+    """Agent like `talk` that kills the rollout worker before it returns, once, if the file `armed` exists."""
+    result = talk(problem, base_url, api_key)
+    if Path(marks, "armed").exists() and not Path(marks, "killed").exists():
+        Path(marks, "killed").touch()
+        parent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+        os.kill(int(parent), signal.SIGKILL)
+        time.sleep(3600)
+    return result
+
+
 def look(problem, base_url, api_key, port=0, folder=""):
     """Agent that reports what it can reach: the policy, a port of the host, other processes, files and variables."""
     chat(base_url, api_key, user(problem["prompt"]))

@@ -124,7 +124,7 @@ def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: 
     return PreparationWorker(str(folder), "run", threads=1).make_policy(work)
 
 
-def write_chat_policy(directory: Path, published: str, *, likely: Mapping[str, float]) -> None:
+def write_chat_policy(directory: Path, published: str, *, likely: Mapping[str, float], seed: int = 0) -> None:
     """Write a random small model with the tokenizer and chat template of a published one.
 
     `likely` are shares that tokens have about, wherever they may stand.
@@ -139,7 +139,7 @@ def write_chat_policy(directory: Path, published: str, *, likely: Mapping[str, f
         tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = 3.0
