@@ -16,7 +16,9 @@ from rheostat.models.records.versions import ModelVersion
 from tests.support.episodes import chat_episodes, forward_logprobs, index_rows, require_equal_rows, target_environment
 from tests.support.policies import write_chat_policy
 
-PARTIAL = PartialRollout(tokens=30, max_staleness=1)
+PARTIAL = PartialRollout(tokens=18, max_staleness=1)
+ENDED = {"stop", "length"}
+"""Finish reasons of episodes whose agent has returned, by whether its last turn reached the limit of a turn."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def test_an_agents_episode_that_continues_ends_like_one_that_was_never_cut(agent
     first = agents.play(agent(), partial=PARTIAL)
     begun = rows_of(agents, first)
     cut = {name for name, row in begun.items() if row["finish_reason"] == "cut"}
-    assert {sum(turn["tokens"] for turn in begun[name]["turns"]) for name in cut} == {30}
+    assert {sum(turn["tokens"] for turn in begun[name]["turns"]) for name in cut} == {18}
     assert "cut" in {by_time(begun[name])[-1]["finish_reason"] for name in cut}
     second = play_again(agents, agent(), first, version=1)
     assert len(second.shards) == 1
@@ -98,7 +100,7 @@ def test_a_sleeping_agent_is_cut_by_time_and_continues_when_it_starts_again(agen
     assert begun, "an agent that has started is recorded, even without a request"
     (tmp_path / "file").touch()
     ended = rows_of(agents, first, play_again(agents, settings, first, version=1, partial=partial))
-    assert {ended[name]["finish_reason"] for name in begun} == {"stop"}
+    assert {ended[name]["finish_reason"] for name in begun} <= ENDED
     for name in begun:
         assert [turn["replayed"] for turn in by_time(ended[name])] == [bool(cut[name]["turns"]), False]
 
@@ -112,7 +114,7 @@ def test_an_agent_without_any_request_ends_after_the_largest_staleness(agents):
         outcomes.append(play_again(agents, settings, outcomes[-1], version=version, partial=partial))
     assert {row["segments"][0]["policy_version"] for row in rows_of(agents, outcomes[1]).values()} == {0}
     assert len(outcomes[2].shards) == 1
-    assert {row["finish_reason"] for row in rows_of(agents, outcomes[2]).values()} == {"stop"}
+    assert {row["finish_reason"] for row in rows_of(agents, outcomes[2]).values()} <= ENDED
 
 
 def test_turns_for_which_a_restarted_agent_sends_other_requests_are_sampled_again(agents, tmp_path, caplog):
@@ -135,7 +137,7 @@ def test_agents_with_concurrent_requests_continue(agents):
     second = play_again(agents, settings, first, version=1)
     rows = rows_of(agents, first, second).values()
     assert [len(row["turns"]) for row in rows] == [3] * 4
-    assert {row["finish_reason"] for row in rows} == {"stop"}
+    assert {row["finish_reason"] for row in rows} <= ENDED
     if len(first.shards) > 1:
         assert "dropped_tokens" not in second.metrics
 

@@ -16,6 +16,7 @@ from rheostat.models.rollouts.groups import PartialCompletion, Segment
 from tests.support.doors import LIMITS
 
 END = 99
+WISH = SamplingWish()
 DRAFT = PartialCompletion(seed=11, input=ModelInput.from_prompt([40, 41]))
 
 
@@ -45,7 +46,7 @@ class Policy:
         reason = FinishReason.STOP if len(begun) + len(new) == len(whole) else FinishReason.CUT
         return Completion(tuple(new), (-0.5,) * len(new), decode(begun + new), reason)
 
-    def sample(self, episode, parent, context, wish=SamplingWish()):
+    def sample(self, episode, parent, context, wish=WISH):
         sampler = TurnSampler(self.generate, SamplingConfig(max_new_tokens=500), self.version)
         [sampled] = sampler.sample(episode, [episode.record.place_after(parent, context)], wish)
         return sampled
