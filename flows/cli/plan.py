@@ -312,9 +312,11 @@ def _describe_samples(config: RunConfig) -> str:
 def _describe_waves(config: RunConfig) -> str:
     dynamic, partial = config.rollout.dynamic, config.rollout.partial
     waves = "" if dynamic is None else f", in up to {1 + dynamic.max_extra_waves} waves until enough are informative"
-    return waves + (
-        "" if partial is None else f", at most {format_count(partial.tokens, 'new token')} of each per iteration"
-    )
+    if partial is None:
+        return waves
+    seconds = partial.iteration_seconds
+    time_limit = "" if seconds is None else f", and {seconds:g} s per shard"
+    return f"{waves}, at most {format_count(partial.tokens, 'new token')} of each per iteration{time_limit}"
 
 
 def _describe_slots(pools: PoolsConfig) -> str:

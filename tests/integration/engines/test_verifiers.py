@@ -18,9 +18,11 @@ from rheostat.infra.store.shards import read_shard, write_shard
 from rheostat.models.agents.runtime import describe_agent
 from rheostat.models.config.agents import VerifiersEnvironment
 from rheostat.models.config.data import VerifiersData
+from rheostat.models.config.rollout import PartialRollout
 from rheostat.models.data.problems import load_problems
+from rheostat.models.records.versions import ModelVersion
 from rheostat.tasks.views.query import query_runs
-from tests.support.episodes import chat_episodes
+from tests.support.episodes import chat_episodes, index_rows
 from tests.support.jobs import ROOT
 from tests.support.policies import write_chat_policy
 
@@ -41,8 +43,15 @@ def episodes(home):
     return chat_episodes(home, max_new_tokens=3500)
 
 
-def play(episodes, harness, *, fails="", harness_options=(), agent_seconds=300, **options):
-    """Run the episodes of two tasks, the first of which fails in the way `fails`, and return their rows by task."""
+def play(episodes, harness, **choices):
+    """Run the episodes of two tasks and return their rows by task."""
+    settings, shard = prepare(episodes, harness, **choices)
+    rows = episodes.play_rows(settings, prompts=shard)
+    return [[row for row in rows if row["prompt_row"] == number] for number in (2, 3)]
+
+
+def prepare(episodes, harness, *, fails="", harness_options=(), agent_seconds=300, **options):
+    """Return settings and the prompt shard of two tasks, the first of which fails in the way `fails`."""
     taskset = {**TASKSET, "options": {"fails": fails}}
     data = VerifiersData(taskset=taskset, heldout_fraction=0.0001)
     tasks = {each.columns["task"]["number"]: each for each in load_problems(data, "train", 0)}
@@ -59,8 +68,7 @@ def play(episodes, harness, *, fails="", harness_options=(), agent_seconds=300, 
         parser="hermes",
         agent_seconds=agent_seconds,
     )
-    rows = episodes.play_rows(settings, prompts=shard)
-    return [[row for row in rows if row["prompt_row"] == number] for number in (2, 3)]
+    return settings, shard
 
 
 @pytest.mark.parametrize("harness", ["null", "bash"])
@@ -70,6 +78,23 @@ def test_the_rewards_of_a_taskset_are_those_of_the_policys_turns(episodes, harne
         assert row["turns"][-1]["reward"] == 2 * len(row["messages"][-1]["content"].strip())
         assert any("bash tool" in each["content"] for each in row["messages"]) == (harness == "bash")
         assert row["turns"][0]["tokens"] <= 20
+
+
+def test_episodes_that_are_cut_continue_with_their_stored_turns(episodes):
+    settings, shard = prepare(episodes, "bash")
+    partial = PartialRollout(tokens=12, max_staleness=1)
+    first = episodes.play(settings, prompts=shard, partial=partial)
+    policy = ModelVersion(version=1, weights=episodes.work.policy.weights)
+    continued = {"rows": (), "continued": first.shards[1], "iteration": episodes.work.iteration + 1}
+    second = episodes.play(settings, prompts=shard, partial=partial, policy=policy, **continued)
+    cut = {name: row for name, row in index_rows(episodes.read_rows(first.shards[1])).items() if row["turns"]}
+    rows = index_rows(episodes.read_rows(second.shards[0]))
+    assert "dropped_tokens" not in second.metrics
+    for name, row in rows.items():
+        assert row["finish_reason"] in ("stop", "length"), row["turns"][-1]["error"]
+        begun = cut[name]["completion_tokens"] if cut[name]["finish_reason"] == "cut" else row["completion_tokens"]
+        assert row["completion_tokens"][: len(begun)] == begun
+    assert any(turn["replayed"] for row in rows.values() for turn in row["turns"])
 
 
 @pytest.mark.parametrize(
