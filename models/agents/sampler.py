@@ -102,7 +102,7 @@ class OpenEpisode:
 
     def open_turns(self, places: Sequence[Place]) -> list[int]:
         """Reserve a turn at each place for a request, and return their numbers. Raises RefusedRequest if the episode is
-        cut or may not have so many turns."""
+        cut or may not have that many turns."""
         with self.opening:
             if self.is_cut:
                 raise _cut_error()
