@@ -9,8 +9,7 @@ from rheostat.models.agents.runtime import GuardedGenerate, find_limits
 from rheostat.models.config.agents import AgentEnvironment
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.environments.clock import EnvironmentClock
-from rheostat.models.records.model_input import ModelInput
-from rheostat.models.rollouts.groups import PartialCompletion
+from rheostat.models.rollouts.groups import Group
 
 
 @pytest.mark.parametrize(
@@ -50,10 +49,10 @@ def test_results_of_another_form_are_refused(result, message):
 
 
 def test_a_turn_and_the_tokens_before_it_are_no_longer_than_training_allows():
-    draft = PartialCompletion(seed=0, input=ModelInput.from_prompt([1, 2, 3]))
+    group = Group(0, "id", "problem", "answer", drafts=(), num_prompt_tokens=3)
     settings, sampling = AgentEnvironment(target="a:b"), SamplingConfig(max_new_tokens=300)
-    assert find_limits(settings, sampling, None, draft).context == 303
-    assert find_limits(settings, sampling, 200, draft).context == 200
+    assert find_limits(settings, sampling, None, group).context == 303
+    assert find_limits(settings, sampling, 200, group).context == 200
 
 
 @pytest.mark.parametrize(("error", "is_failure"), [(CancelledError(), False), (RuntimeError("no memory"), True)])
