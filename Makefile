@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers test-containers test-suites check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: install demo sandbox test test-shuffled test-models models-page test-smoke test-thorough test-system test-gpu test-gpu-offline test-slow test-s3 chaos faults mutants nightly test-vllm vllm test-verifiers test-containers test-suites test-openai-agents check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml setup.py constraints.txt infra/environments/install.sh
@@ -55,7 +55,7 @@ test-thorough: $(VENV)/.dev  ## the costly tests and further cases that the defa
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "thorough and not system" $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
-	@$(BIN)/python -m pytest -m "slow and not vllm and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not vllm and not openai_agents and not gpu" $(ARGS)
 
 test-models: $(VENV)/.dev  ## two iterations of every family of models from a tiny random directory, compared with plain transformers
 	@$(BIN)/python -m pytest $(PARALLEL) -m "models and not slow" tests/models $(ARGS)
@@ -105,6 +105,16 @@ test-suites: $(VENV)/.dev  ## the tests that need lm-eval, Inspect and verifiers
 	@$(BIN)/rheostat engine install inspect
 	@$(BIN)/rheostat engine install verifiers
 	@$(BIN)/python -m pytest -n 0 -m suites $(ARGS)
+
+OPENAI_AGENTS := 0.24.0
+$(VENV)-openai-agents/.done-$(OPENAI_AGENTS):
+	@echo "installing openai-agents into $(VENV)-openai-agents"
+	@python3 -m venv --clear $(VENV)-openai-agents
+	@$(VENV)-openai-agents/bin/python -m pip --disable-pip-version-check install -q openai-agents==$(OPENAI_AGENTS)
+	@touch $@
+
+test-openai-agents: $(VENV)/.dev $(VENV)-openai-agents/.done-$(OPENAI_AGENTS)  ## the tests with agents of openai-agents, in an environment of its own; ARGS="-m openai_agents" for the demonstration too
+	@$(BIN)/python -m pytest -n 0 -m "openai_agents and not slow" $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .

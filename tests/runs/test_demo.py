@@ -7,6 +7,7 @@ import pytest
 from rheostat.flows.cli.app import main
 from rheostat.tasks.views.runs import describe_run
 from tests.support.jobs import demo, digest_of
+from tests.support.openai_agents import find_openai_agents
 
 
 @pytest.mark.slow
@@ -47,6 +48,17 @@ def test_a_policy_learns_to_call_its_calculator(tmp_path, seed):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_policy_learns_to_ask_its_user_first(tmp_path, seed):
     summary = demo(tmp_path, f"seed={seed}", config="configs/demos/dialogue/job.toml")
+    assert summary["before"]["mean"] <= 0.1
+    assert summary["after"]["mean"] >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.openai_agents
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_policy_learns_to_call_a_tool_in_an_agent_of_openai_agents(tmp_path, seed):
+    python = f"rollout.environment.python={find_openai_agents()}"
+    summary = demo(tmp_path, f"seed={seed}", python, config="configs/demos/agent/job.toml")
     assert summary["before"]["mean"] <= 0.1
     assert summary["after"]["mean"] >= 0.85
 
