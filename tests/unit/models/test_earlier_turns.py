@@ -110,6 +110,15 @@ def test_a_budget_that_is_used_up_by_whole_turns_cuts_the_next_request():
     assert (len(later.requests), later.requests[0].budget) == (1, 4), "a replayed turn uses no budget"
 
 
+def test_an_episode_that_is_cut_by_time_has_no_further_turns():
+    policy = Policy(0)
+    episode = open_episode(budget=100)
+    policy.sample(episode, None, [5])
+    episode.cut()
+    assert policy.is_cut(episode, 0, [20])
+    assert (tokens_of(episode), episode.num_sampling) == ([(6, 7, 8, END)], 0)
+
+
 def test_a_turn_that_reaches_its_length_limit_is_not_cut():
     policy = Policy(0, length=50)
     episode = open_episode(budget=30)
