@@ -1,10 +1,10 @@
 """Questions with one multiplication each, which are almost only answered with the tool of shop_agent.py.
 
     system: Answer after ####.
-    user: Cleo has 17 boxes of 13 pens. How many?
-    assistant: <tool_call>{"name": "multiply", "arguments": {"left": 17, "right": 13}}</tool_call>
-    tool: 221
-    assistant: #### 221
+    user: Cleo has 12 boxes of 7 pens. How many?
+    assistant: <tool_call>{"name": "multiply", "arguments": {"left": 12, "right": 7}}</tool_call>
+    tool: 84
+    assistant: #### 84
 
 A guess is almost never right, and an answer after a call almost always, so the policy earns rewards by calling.
 """
@@ -20,7 +20,7 @@ from rheostat.models.data.problems import Message, Problem, TemplateArguments
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("books", "coins", "cups", "eggs", "keys", "nuts", "pens", "toys")
-SMALLEST, LARGEST = 2, 20
+SMALLEST, LARGEST = 2, 12
 
 INSTRUCTIONS: Final = "Answer after ####."
 """Instructions of the agent, which are the system message of its requests."""
@@ -40,7 +40,7 @@ class ShopData(GeneratedData):
     """Settings of the generated questions."""
 
     implementation = "shop_questions:shop_problems"
-    max_guess = 400
+    max_guess = 144
 
 
 def shop_problems(data: ShopData, split: str, seed: int) -> list[Problem]:

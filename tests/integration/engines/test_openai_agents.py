@@ -12,7 +12,7 @@ from tests.support.jobs import ROOT, demo
 from tests.support.openai_agents import find_openai_agents, problems_and_tokenizer
 from tests.support.policies import write_chat_policy
 
-pytestmark = [pytest.mark.openai_agents, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.openai_agents, pytest.mark.timeout(1000)]
 
 
 def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
@@ -28,7 +28,7 @@ def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
     settings = ["policy.path=policy", "iterations=1", "rollout.group_size=2", "rollout.environment.turn_tokens=8"]
     settings += [f"rollout.environment.python={python}", "rollout.sampling.max_new_tokens=900"]
     command = [sys.executable, "-m", "rheostat", "train", "job.toml", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     rows = query_runs("runs", "select finish_reason, reward, messages from rollouts", names=["calculator"]).to_pylist()
     assert len(rows) == 4 and {row["finish_reason"] for row in rows} <= {"stop", "length"}

@@ -110,6 +110,8 @@ def test_the_input_checks_of_text_configurations_need_no_torch(tmp_path, monkeyp
     for path in CONFIGS:
         if path.parent.name == "vision" or load_config(path).policy.generates_images:
             continue  # these policies are inspected with their torch modules
+        if path.parent.name == "agent":
+            continue  # the check imports the agent in an environment with openai-agents
         config = load_config(path, ["update.lora.rank=4", 'rollout.engine={kind="transformers"}'])
         if path.stem == "distill":  # this configuration names a teacher directory
             tokenizer = scratch_tokenizer(config.policy, load_problems(config.data, "train", config.seed))
