@@ -7,7 +7,8 @@ from typing import Final
 from transformers import PreTrainedTokenizerFast
 
 from rheostat.models.config.policy import ScratchPolicy
-from rheostat.models.inspection.directory import DecoderSizes, Inspected, inspect_decoder
+from rheostat.models.inspection.directory import Inspected, inspect_decoder
+from rheostat.models.inspection.plain import DecoderSizes
 from rheostat.models.text.tokenizer import train_tokenizer
 
 TEMPLATE: Final = """\
