@@ -15,6 +15,7 @@ from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.local import LocalStore
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import create_run
+from rheostat.tasks.config.documents import place_document
 from rheostat.tasks.config.run import load_config, override_config
 from rheostat.tasks.run.keys import DPO, PROMPTS, SFT, StageKey, evaluation_key, reward_model_role
 from rheostat.tasks.views import run_list
@@ -213,7 +214,8 @@ def test_a_bundled_configuration_is_valid_named_after_its_file_and_reproduced_by
     config = load_config(path)
     assert config.name == (path.parent.name if path.stem == "job" else path.stem)
     identity = config.identity()
-    again = override_config(tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page")
+    document = place_document(toml(identity), path.parent)  # relative paths start next to the job
+    again = override_config(document | {"name": "x", "iterations": 3}, [], source="page")
     assert again.identity() == identity | ({"iterations": 3} if "iterations" in identity else {})
 
 
