@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from inspect_ai._eval.registry import task_create
 from inspect_ai._util.registry import registry_lookup
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
-from inspect_ai.model import get_model
+from inspect_ai.model import Model, get_model
 from inspect_ai.scorer import Score
 from rheostat_tasks import describe, print_tasks
 
@@ -40,6 +41,10 @@ class Episodes:
             self.task = load_task(task, file, options)
         except Exception as error:
             raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
+        # The modules that a first evaluation imports, in 4 seconds, are shared with the processes that are forked.
+        unused = get_model("openai-api/rheostat/policy", base_url="http://127.0.0.1", api_key="-", memoize=False)
+        with tempfile.TemporaryDirectory() as folder:
+            _evaluate(Task(dataset=[Sample(input="-")], solver=[]), unused, 0, folder)
 
     def __call__(self, problem: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
         """Evaluate the sample in the column `task`, and return its score as the reward. Raises RuntimeError if the
@@ -48,16 +53,7 @@ class Episodes:
         number = problem["task"]["number"]
         if _digest(self.task.dataset[number]) != problem["task"]["digest"]:
             raise RuntimeError("the sample has changed since the problems of the run were read")
-        [log] = inspect_ai.eval(
-            self.task,
-            model=model,
-            limit=(number, number + 1),
-            epochs=1,
-            display="none",
-            log_dir="logs",
-            log_format="json",
-            ctl_server=False,
-        )
+        log = _evaluate(self.task, model, number, "logs")
         return {"reward": self._read_score(log)}
 
     def _read_score(self, log: EvalLog) -> float:
@@ -106,6 +102,21 @@ def list_samples(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for number, sample in enumerate(itertools.islice(task.dataset, order["limit"])):
         text = _read_text(sample) or f"sample {number}"
         yield {"prompt": text, "task": {"number": number, "digest": _digest(sample)}}
+
+
+def _evaluate(task: Task, model: Model, number: int, folder: str) -> EvalLog:
+    """Evaluate the sample with a number. The log is also written to a folder."""
+    [log] = inspect_ai.eval(
+        task,
+        model=model,
+        limit=(number, number + 1),
+        epochs=1,
+        display="none",
+        log_dir=folder,
+        log_format="json",
+        ctl_server=False,
+    )
+    return log
 
 
 def _read_text(sample: Sample) -> str:
