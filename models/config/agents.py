@@ -245,7 +245,7 @@ class LmEvalEnvironment(NamedTask, PackageEnvironment):
 
     kind: Literal["lm_eval"] = "lm_eval"
     parser: str = "none"
-    """Parser of tool calls in the policy's turns, of which tasks of lm-eval have none."""
+    """Parser of tool calls in the policy's turns. Tasks of lm-eval contain no tool calls."""
     metric: str | None = None
     """Name of the task's metric that is the score of an item, such as `acc_norm`. The default is the first metric."""
     filter: str | None = None

@@ -82,7 +82,7 @@ class Episodes:
         return {"reward": self._read_score(results["samples"][name], item["digest"])}
 
     def _read_score(self, samples: list[dict[str, Any]], digest: str) -> float:
-        """Return the score of the only item, of which `samples` contains one object for each filter."""
+        """Return the score of the only item. `samples` contains one object for each filter."""
         chosen = [each for each in samples if each["filter"] == (self.filter or samples[0]["filter"])]
         if not chosen:
             raise RuntimeError(
