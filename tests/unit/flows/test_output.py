@@ -18,7 +18,7 @@ def test_deleted_policies_states_and_rollouts_are_counted_by_their_kind():
     ]
 
 
-def test_turns_of_branches_are_listed_in_order_of_time_with_the_turns_that_they_continue():
+def test_turns_of_branches_are_listed_as_a_tree_with_the_turns_that_they_continue():
     turns = [
         TurnRecord(tokens=2, observation=1, order=0),
         TurnRecord(tokens=3, order=2, parent=0, replayed=True),
@@ -30,6 +30,6 @@ def test_turns_of_branches_are_listed_in_order_of_time_with_the_turns_that_they_
     )  # fmt: skip
     assert [line for line in rollout_text(sample).splitlines() if line.startswith("turn")] == [
         "turn 1: 2 tokens generated, 1 token of observation, fresh prompt",
-        "turn 2: 1 token generated, 0 tokens of observation, fresh prompt",
         "turn 3: 3 tokens generated, 0 tokens of observation, continues turn 1, replayed",
+        "turn 2: 1 token generated, 0 tokens of observation, fresh prompt",
     ]

@@ -68,7 +68,7 @@ def test_sampling_a_large_vocabulary_in_pieces_equals_sampling_all_of_it(monkeyp
     logits_BV = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
     uniforms_B = torch.from_numpy(sample_uniforms(3, 7))
     whole = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
-    monkeypatch.setattr("rheostat.models.engines.sampling._ELEMENTS", 100)
+    monkeypatch.setattr("rheostat.models.engines.sampling.MAX_ELEMENTS", 100)
     pieces = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
     assert torch.equal(whole[0], pieces[0])
     assert torch.equal(whole[1], pieces[1])

@@ -22,7 +22,7 @@ from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, 
 from rheostat.models.engines.protocol import Completion
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.records.schemas import PROMPT_SCHEMA, FinishReason
-from rheostat.models.records.versions import ModelVersion, Outcome, bundles_of
+from rheostat.models.records.versions import ModelVersion, Outcome, bundles_of, policy_of
 from rheostat.models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from rheostat.models.rollouts.groups import Group, PartialCompletion, build_table
 from rheostat.models.workers.rollout import RolloutWorker
@@ -341,8 +341,12 @@ def test_branches_that_contradict_the_tree_of_turns_are_reported(run, change, re
     assert [reason in line for line in found] == ([True] if reason else [])
 
 
-@pytest.mark.parametrize("changed", [None, (0, (8, 8), 0), (0, (8,), 1)], ids=["equal", "context", "version"])
-def test_an_episode_with_branches_must_continue_its_earlier_part(run, changed):
+@pytest.mark.parametrize(
+    ("turn", "is_reported"),
+    [((0, (8,), 0), False), ((0, (8, 8), 0), True), ((0, (8,), 1), False)],
+    ids=["equal", "other context", "sampled again by the present policy"],
+)
+def test_an_episode_with_branches_must_continue_its_earlier_part(run, turn, is_reported):
     batch, shard = next(
         (batch, shard)
         for number in range(2, ITERATIONS + 1)
@@ -368,7 +372,8 @@ def test_an_episode_with_branches_must_continue_its_earlier_part(run, changed):
         if place["prompt_row"] in read_shard(run.store, ref)["prompt_row"].to_pylist()
     )  # fmt: skip
     spoil(run, earlier, change_rows(run, 1, rewrite(ALL_TURNS[:3], reason=FinishReason.CUT)))
-    later = ALL_TURNS if changed is None else [*ALL_TURNS[:2], changed, *ALL_TURNS[3:]]
+    version = policy_of(batch.policy).version
+    later = [*ALL_TURNS[:2], turn, *((parent, context, version) for parent, context, _ in ALL_TURNS[3:])]
     problems = spoil(run, key, change_rows(run, index, rewrite(later)))
     found = [line for line in problems if line.startswith(key) and "does not continue its earlier part" in line]
-    assert len(found) == (changed is not None)
+    assert len(found) == is_reported
