@@ -45,8 +45,15 @@ class Container:
 
     def build_command(self, folders: Sequence[str] = (), *, channel: Path | None = None) -> list[str]:
         """Return the command line that starts a container, without the program inside. The program inside can read
-        `folders`, and the directory `channel` is mounted as `CHANNEL`."""
+        `folders`, and the directory `channel` is mounted as `CHANNEL`. Raises BadInput if a folder cannot be
+        mounted."""
         paths = sorted({folder for folder in folders if Path(folder).exists() and Path(folder) != Path("/")})
+        for path in paths:
+            if ":" in path:
+                raise BadInput(
+                    f"{self.engine} cannot mount the folder {path!r} in containers, because its name contains a colon. "
+                    "Rename the folder"
+                )
         mounts = [(path, path) for path in paths] + ([(str(channel), CHANNEL)] if channel is not None else [])
         has_network = any(option.partition("=")[0] in _NETWORK for option in self.options)
         return [
