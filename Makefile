@@ -92,7 +92,7 @@ test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="
 	@$(BIN)/rheostat engine install vllm
 	@$(BIN)/python -m pytest -m "vllm and not slow" $(ARGS)
 
-test-verifiers: $(VENV)/.dev  ## the tests that need the package verifiers, in an environment of its own
+test-verifiers: $(VENV)/.dev  ## the tests that need the package verifiers, in a separate environment
 	@$(BIN)/rheostat engine install verifiers
 	@$(BIN)/python -m pytest -n 0 -m verifiers $(ARGS)
 
@@ -100,12 +100,13 @@ test-containers: $(VENV)/.dev  ## the tests of agents in containers, with podman
 	@command -v podman >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends podman runc; }
 	@$(BIN)/python -m pytest -n 0 -m containers $(ARGS)
 
-test-suites: $(VENV)/.dev  ## the tests that need lm-eval, Inspect and verifiers, in environments of their own
+test-suites: $(VENV)/.dev  ## the tests that need lm-eval, Inspect and verifiers, in separate environments
 	@$(BIN)/rheostat engine install lm_eval
 	@$(BIN)/rheostat engine install inspect
 	@$(BIN)/rheostat engine install verifiers
 	@$(BIN)/python -m pytest -n 0 -m suites $(ARGS)
 
+# The version that docs/openai-agents.md describes. Its requests are the prompts that the demonstration's warm-up trains.
 OPENAI_AGENTS := 0.24.0
 $(VENV)-openai-agents/.done-$(OPENAI_AGENTS):
 	@echo "installing openai-agents into $(VENV)-openai-agents"
@@ -113,7 +114,7 @@ $(VENV)-openai-agents/.done-$(OPENAI_AGENTS):
 	@$(VENV)-openai-agents/bin/python -m pip --disable-pip-version-check install -q openai-agents==$(OPENAI_AGENTS)
 	@touch $@
 
-test-openai-agents: $(VENV)/.dev $(VENV)-openai-agents/.done-$(OPENAI_AGENTS)  ## the tests with agents of openai-agents, in an environment of its own; ARGS="-m openai_agents" for the demonstration too
+test-openai-agents: $(VENV)/.dev $(VENV)-openai-agents/.done-$(OPENAI_AGENTS)  ## the tests with agents of openai-agents, in a separate environment; ARGS="-m openai_agents" for the demonstration too
 	@$(BIN)/python -m pytest -n 0 -m "openai_agents and not slow" $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports

@@ -85,14 +85,14 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
         preparation=PREPARE_VERIFIERS,
     ),
     "lm_eval": Distribution(
-        version="0.4.13",
+        version="0.4.13",  # rheostat_lm_eval.py uses functions that lm-eval does not document
         modules=("lm_eval", "lm_eval.models.openai_completions", "transformers"),
         platforms=("cpu",),
         python_key="python of kind 'lm_eval'",
         alternative="",
     ),
     "inspect": Distribution(
-        version="0.3.285",
+        version="0.3.285",  # rheostat_inspect.py uses private functions of Inspect to load tasks
         modules=("inspect_ai", "openai"),
         platforms=("cpu",),
         python_key="python of kind 'inspect'",

@@ -81,7 +81,7 @@ def chat_reply(
     head: ReplyHead, sampled: SampledTurn, answer: Message, *, decode: Callable[[int], str], wants: Mapping[str, bool]
 ) -> DoorReply:
     """Return the answer to a request for a chat. `decode` returns the text of a token, and `wants` states whether the
-    request asks for "logprobs", "usage" (in a stream) and "token_ids"."""
+    request contains "logprobs", "usage" (in a stream) and "token_ids"."""
     calls = answer.fields.get("tool_calls")
     message: Body = {"role": "assistant", "content": answer.text or (None if calls else "")}
     message |= dict(answer.fields)
@@ -123,11 +123,11 @@ class ContinuedText:
     prompt: Sequence[int]
     """Tokens of the prompt."""
     sampled: SampledTurn | None
-    """Sampled turn, or None if the request asks for the prompt alone."""
+    """Sampled turn, or None if only log-probs of the prompt are requested."""
     text: str
-    """Text of the turn, after the text of the prompt if the request asks for it."""
+    """Text of the turn. With `echo`, the text of the prompt precedes it."""
     logprobs: Body | None = None
-    """Log-probs of tokens (`encode_scores`), or None if the request does not ask for them."""
+    """Log-probs of tokens (`encode_scores`), or None if they are not requested."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -136,8 +136,8 @@ class ContinuedText:
 
 
 def text_reply(head: ReplyHead, continued: Sequence[ContinuedText], *, wants: Mapping[str, bool]) -> DoorReply:
-    """Return the answer to a request that continues texts. `wants` states whether the request asks for "usage" (in a
-    stream) and "token_ids"."""
+    """Return the answer to a request that continues texts. `wants` states whether "usage" (in a stream) and
+    "token_ids" are requested."""
     choices: list[JsonValue] = []
     for index, each in enumerate(continued):
         finish = "length" if each.sampled is None else finish_reason(each.sampled)

@@ -91,7 +91,7 @@ class AgentRoutes:
     def _continue_texts(
         self, episode: OpenEpisode, request: TextRequest, prompts: Sequence[Sequence[int]]
     ) -> list[ContinuedText]:
-        """Sample the continuation of each prompt, unless the request asks for the prompts alone."""
+        """Sample the continuation of each prompt, unless `max_tokens` is 0."""
         if request.max_tokens == 0:
             return [ContinuedText(prompt, None, "") for prompt in prompts]
         wish = SamplingWish(request.max_tokens, request.stops)
@@ -191,7 +191,7 @@ def read_form(directory: Path) -> TurnFormat:
 
 
 def _wants(request: ChatRequest | TextRequest) -> Mapping[str, bool]:
-    """Return the optional parts of an answer that a request asks for."""
+    """Return which optional parts of an answer are requested."""
     options = request.stream_options
     return {
         "usage": bool(options and options.include_usage),

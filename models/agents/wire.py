@@ -49,7 +49,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 after each new token."""
 
 MAX_TOP: Final = 20
-"""Maximum number of the most probable tokens that a request may ask for at each place."""
+"""Maximum number of most probable tokens that an answer may contain for each place."""
 
 _T = TypeVar("_T")
 _List = Annotated[list[_T], Field(fail_fast=True)]
