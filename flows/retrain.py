@@ -53,7 +53,8 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
         opponent = find_opponent(run_config)
         for suite in suites_of(run_config):
             for side, policy in policies_to_compare(run_config, opponent).items():
-                await evaluate(suite.config(side, policy))
+                with suite.naming_its_keys():
+                    await evaluate(suite.config(side, policy))
         await record_verdict(run_config, draft, await run_gate(run_config, opponent))
     await report_gate(run_config, record)
     record = await await_approval(run_config, record)

@@ -198,6 +198,11 @@ class RunConfig(Settings):
         for where, data, environment in (("data", self.data, own), *suites):
             for reason in environment.find_data_conflicts(data, where) if environment else ():
                 raise ValueError(reason)
+            if environment is None and data.is_evaluation_only and where != "data":
+                raise ValueError(
+                    f"{where}.kind = {data.label!r} needs an environment that runs its tasks, but the suite has none. Set "
+                    f"environment.kind = {data.label!r} in the suite, with the same task"
+                )
         if self.data.is_evaluation_only and self.iterations > 0:
             raise ValueError(
                 f"data.kind = {self.data.label!r} has only held-out problems, so a run cannot train on them. Use it in "

@@ -41,8 +41,9 @@ async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) 
         check = SuiteCheck(
             suite=suite.name, data=config.data, max_contaminated=rules.max_contaminated, policy=configured
         )
-        suite_config = suite.config(CHALLENGER, config.policy)
-        result = await preflight(suite_config, part="plan", checked=check)
+        with suite.naming_its_keys():
+            suite_config = suite.config(CHALLENGER, config.policy)
+            result = await preflight(suite_config, part="plan", checked=check)
         for note in result.notes:
             logger.info("suite %s: %s", suite.name, note)
         if images := describe_images(result.facts, suite_config.data.image_background):

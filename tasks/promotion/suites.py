@@ -2,6 +2,7 @@
 runs use the same seeds."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,9 @@ from rheostat.tasks.run.reverts import policy_after
 CHALLENGER: Final = "challenger"
 """Name of the retrained policy, used at the end of the names of its evaluation runs. `Opponent.side` is the name of the
 other policy."""
+
+RUN_KEY: Final = "rollout.environment"
+"""Configuration key of a run's environment."""
 
 
 class Opponent(Settings):
@@ -105,6 +109,18 @@ class Suite:
             }
         )
         return validate_again(config, source=f"evaluation {self.name!r}")
+
+    @contextmanager
+    def naming_its_keys(self) -> Iterator[None]:
+        """Context in which a BadInput about the environment of this suite names the key under [[evaluations]]. The runs
+        that evaluate a suite have its environment at `rollout.environment`, which messages name."""
+        try:
+            yield
+        except BadInput as error:
+            if self.environment is None or RUN_KEY not in str(error):
+                raise
+            where = f"evaluation {self.name!r}: "
+            raise BadInput(where + str(error).removeprefix(where).replace(RUN_KEY, "environment")) from error
 
 
 def suites_of(config: RunConfig) -> Iterator[Suite]:
