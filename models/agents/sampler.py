@@ -133,6 +133,9 @@ class SamplingWish:
     """Maximum number of tokens of the turn, or None for no further limit."""
     stop: tuple[str, ...] = ()
     """Texts that end the turn, in addition to those of the run."""
+    is_scored: bool = False
+    """Whether the log-probs of the prompt and the turn are computed. This needs room for one more token, because vLLM
+    samples a token after every prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class TurnSampler:
                 param="logprobs",
             )
         for tokens in prompts:
-            if not 0 < len(tokens) <= episode.limits.context:
+            if not 0 < len(tokens) < episode.limits.context:
                 raise _context_error(episode.limits, f"{len(tokens)} tokens")
 
     def score(self, episode: OpenEpisode, sequences: Sequence[Sequence[int]], top: int) -> list[SequenceScores]:
@@ -330,7 +333,7 @@ def _context_error(limits: TurnLimits, length: str) -> RefusedRequest:
 def _find_turn_limit(episode: OpenEpisode, num_context_tokens: int, wish: SamplingWish) -> int:
     """Return the maximum number of tokens of a turn after a context. Raises RefusedRequest if no token fits."""
     limits = episode.limits
-    room = limits.context - num_context_tokens
+    room = limits.context - num_context_tokens - wish.is_scored
     if room <= 0 or num_context_tokens == 0:
         raise _context_error(limits, f"{num_context_tokens} tokens")
     left = limits.episode_tokens - episode.record.num_generated

@@ -104,7 +104,7 @@ class NamedTask(TaskChoice):
 
     task: Annotated[str, Field(min_length=1)]
     """Name of the task: in `file`, or of a task that is installed with the package, such as `arc_easy` (lm-eval) or
-    `inspect_evals/gsm8k` (Inspect). Groups of tasks are not supported."""
+    `inspect_evals/gsm8k` (Inspect). With lm-eval, it may also be a group of tasks, such as `mmlu`."""
     file: Location | None = None
     """File that defines the task: YAML for lm-eval, Python for Inspect. The default is an installed task."""
     options: dict[str, JsonValue] = {}

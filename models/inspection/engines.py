@@ -50,13 +50,14 @@ def check_agent(environment: AgentSettings, facts: InputFacts, where: str) -> No
 
 def check_likelihoods(environment: LmEvalEnvironment, facts: InputFacts, where: str) -> None:
     """Raise BadInput if the items of a task need the log-probs of given answers, but the engine cannot compute them."""
-    engine, item = facts.inputs.rollout.engine, facts.heldout[0].columns["task"]
-    assert isinstance(item, dict), "the data are the items of this task"
-    if item["needs_logprobs"] and not engine.scores_tokens:
+    engine, items = facts.inputs.rollout.engine, [each.columns["task"] for each in facts.heldout]
+    if any(isinstance(item, dict) and item["needs_logprobs"] for item in items) and not engine.scores_tokens(
+        facts.policy.shape
+    ):
         raise BadInput(
             f"{where}.{environment.title} of lm-eval needs the log-probs of given answers, which rollout.engine.kind = "
-            f"{engine.label!r} does not compute. Set rollout.engine.kind = 'transformers', or choose a task with "
-            "generated answers."
+            f"{engine.label!r} does not compute with this policy. Set rollout.engine.kind = 'transformers', or choose "
+            "a task with generated answers."
         )
 
 

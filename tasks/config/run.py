@@ -200,8 +200,8 @@ class RunConfig(Settings):
                 raise ValueError(reason)
             if environment is None and data.is_evaluation_only and where != "data":
                 raise ValueError(
-                    f"{where}.kind = {data.label!r} needs an environment that runs its tasks, but the suite has none. Set "
-                    f"environment.kind = {data.label!r} in the suite, with the same task"
+                    f"{where}.kind = {data.label!r} needs an environment that runs its tasks, but the suite has none. "
+                    f"Set environment.kind = {data.label!r} in the suite, with the same task"
                 )
         if self.data.is_evaluation_only and self.iterations > 0:
             raise ValueError(

@@ -64,10 +64,11 @@ class Episodes:
         return self.read_rows(*self.play(settings, engine, **changes).shards)
 
 
-def chat_episodes(home: Path, *, max_new_tokens: int) -> Episodes:
-    """Return episodes of two problems, two of each, with a policy that has a chat template."""
+def chat_episodes(home: Path, *, max_new_tokens: int, **shape: int) -> Episodes:
+    """Return episodes of two problems, two of each, with a policy that has a chat template. `shape` are changes to its
+    configuration."""
     folder = home / "chat"
-    write_chat_policy(folder, "qwen-2.5", likely={"<|im_end|>": 0.05})
+    write_chat_policy(folder, "qwen-2.5", likely={"<|im_end|>": 0.05}, **shape)
     made = Episodes(home)
     policy = ModelVersion(version=0, weights=publish_bundle(made.store, folder, prefix="policies"))
     sampling = SamplingConfig(max_new_tokens=max_new_tokens)

@@ -124,14 +124,17 @@ def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: 
     return PreparationWorker(str(folder), "run", threads=1).make_policy(work)
 
 
-def write_chat_policy(directory: Path, published: str, *, likely: Mapping[str, float], seed: int = 0) -> None:
+def write_chat_policy(
+    directory: Path, published: str, *, likely: Mapping[str, float], seed: int = 0, **shape: int
+) -> None:
     """Write a random small model with the tokenizer and chat template of a published one.
 
-    `likely` are shares that tokens have about, wherever they may stand.
+    `likely` are shares that tokens have about, wherever they may stand. `shape` are changes to the model's
+    configuration.
     """
     tokenizer = tokenizer_of(published)
     config = LlamaConfig(
-        **{**DECODER, "num_hidden_layers": 1, "max_position_embeddings": 1024},
+        **{**DECODER, "num_hidden_layers": 1, "max_position_embeddings": 1024, **shape},
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

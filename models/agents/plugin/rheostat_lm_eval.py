@@ -21,8 +21,9 @@ from lm_eval import tasks
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.manager import TaskDict
 from lm_eval.utils import handle_non_serializable, hash_string
 from rheostat_tasks import describe, print_tasks
 
@@ -33,7 +34,7 @@ SECONDS = 7 * 24 * 3600
 
 
 class Episodes:
-    """Task of lm-eval, which is loaded once. Each call evaluates one item."""
+    """Task of lm-eval or group of tasks, which is loaded once. Each call evaluates one item."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Episodes:
         """Load the task. Raises ValueError if this fails."""
         self.metric, self.filter, self.apply_chat_template = metric, filter, apply_chat_template
         try:
-            self.task = load_task(task, file, options)
+            self.tasks = load_tasks(task, file, options)
         except Exception as error:
             raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
 
@@ -55,6 +56,7 @@ class Episodes:
         """Evaluate the item in the column `task`, and return its score as the reward. Raises RuntimeError if the policy
         refuses a request or the item has changed."""
         item = problem["task"]
+        name = item.get("member", next(iter(self.tasks)))
         # Prompts are not shortened, because the policy refuses those that are too long.
         model = LocalCompletionsAPI(
             model="policy",
@@ -67,12 +69,11 @@ class Episodes:
             max_length=1 << 30,
             timeout=SECONDS,
         )
-        name = self.task.task_name
         with _keep_warnings() as warnings:
             try:
                 results = evaluate(
                     model,
-                    {name: self.task},
+                    {name: self.tasks[name]},
                     samples={name: [item["number"]]},
                     bootstrap_iters=0,
                     apply_chat_template=self.apply_chat_template,
@@ -100,41 +101,56 @@ class Episodes:
             raise RuntimeError(f"the metric {metric!r} is not a number for each item. Choose another metric") from None
 
 
-def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
-    """Load a task with its data. Relative paths in its file start in the folder of the file. Raises ValueError if there
-    is no single task with this name."""
+def load_tasks(name: str, file: str | None, options: Mapping[str, Any]) -> dict[str, Task]:
+    """Load a task, or the tasks of a group or tag in their order, with their data. Relative paths in their files start
+    in the folder of `file`. Raises ValueError if there is none with this name, or if a group has options."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     path = _find_file(name) if file is None else file
     fields = {} if path is None else load_yaml(path)
-    if fields.get("task") != name:
-        where = "" if file is None else f" in {Path(file).name}"
-        raise ValueError(f"there is no task with this name{where}. Groups of tasks are not supported")
     if file is not None:
         os.chdir(Path(file).parent)
-    [task] = get_task_dict([{**fields, **options}], TaskManager(include_defaults=False)).values()
-    assert isinstance(task, Task), "the fields are those of a single task"
-    task.set_fewshot_seed(seed=1234)  # the default of lm-eval
-    return task
+    if fields.get("task") == name:
+        loaded = TaskManager(include_defaults=False).load([{**fields, **options}])
+    else:
+        loaded = _load_group(name, file, options)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=1234)  # the default of lm-eval
+    return dict(loaded["tasks"])
+
+
+def _load_group(name: str, file: str | None, options: Mapping[str, Any]) -> TaskDict:
+    """Load the tasks of a group or tag: of the YAML files in the folder of `file`, or of those of lm-eval, which takes
+    17 seconds because there are 14,000."""
+    folder = None if file is None else Path(file).parent
+    manager = TaskManager(include_path=folder, include_defaults=file is None)
+    if name not in manager.all_tasks:
+        where = "" if file is None else f" in {Path(file).name}"
+        raise ValueError(f"there is no task or group with this name{where}")
+    if options:
+        raise ValueError("options can be set only for a single task, but this is a group")
+    return manager.load(name)
 
 
 def _find_file(name: str) -> Path | None:
-    """Return the YAML file of a task that is installed with lm-eval, or None if there is none. The index of lm-eval
-    parses all 14,000 files, which takes 17 seconds. This search takes one second."""
+    """Return the YAML file of a task that is installed with lm-eval, or None if there is none. This takes one
+    second."""
     key = re.compile(rf"""^["']?task["']?\s*:\s*["']?{re.escape(name)}["']?\s*(#.*)?$""", re.MULTILINE)
     files = sorted(Path(tasks.__file__).parent.glob("**/*.yaml"))
     return next((path for path in files if key.search(path.read_text(encoding="utf-8"))), None)
 
 
 def list_items(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the text, the number and the digest of each item of a task, and whether the item needs the log-probs of
-    given answers."""
-    task = load_task(order["task"], order["file"], order["options"])
-    needs_logprobs = task.OUTPUT_TYPE != "generate_until"
-    for number, item in enumerate(itertools.islice(task.eval_docs, order["limit"])):
+    """Yield the text, the number and the digest of each item, whether the item needs the log-probs of given answers,
+    and the task if it is a member of a group. Tasks of a group take turns, so that the first items are of all tasks."""
+    tasks = load_tasks(order["task"], order["file"], order["options"])
+    rows = itertools.zip_longest(*([(name, *each) for each in enumerate(tasks[name].eval_docs)] for name in tasks))
+    items = (item for row in rows for item in row if item is not None)
+    for name, number, item in itertools.islice(items, order["limit"]):
         text = json.dumps(item, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        prompt = str(task.doc_to_text(item)) or f"item {number}"
+        prompt = str(tasks[name].doc_to_text(item)) or f"item {number}"
+        needs_logprobs = tasks[name].OUTPUT_TYPE != "generate_until"
         fields = {"number": number, "digest": hash_string(text), "needs_logprobs": needs_logprobs}
-        yield {"prompt": prompt, "task": fields}
+        yield {"prompt": prompt, "task": fields if name == order["task"] else {**fields, "member": name}}
 
 
 @contextlib.contextmanager

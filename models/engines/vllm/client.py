@@ -154,6 +154,14 @@ class Likelihoods(RequestDone):
     logprobs: Base64Bytes
 
 
+class Scores(RequestDone):
+    """Response with the log-probs of the tokens of a sequence after the first one, the most probable tokens in the
+    place of each, and the sums over decoding steps."""
+
+    logprobs: tuple[float, ...]
+    best: tuple[tuple[tuple[int, float], ...], ...]
+
+
 class Error(CompletionLine):
     """Response to a refused request: the reason and, if the request named another policy, the digest of the served
     policy."""
@@ -254,6 +262,15 @@ class ServerClient:
                 f"{self} returned {logprobs.size} log-probs, but {len(prompts)} x {len(continuations)} were requested"
             )
         return logprobs.reshape(len(prompts), len(continuations)), answer
+
+    def score_tokens(self, digest: str, tokens: Sequence[int], top: int) -> Scores:
+        """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each place. Raises
+        StaleWeights if the server does not serve the policy `digest`."""
+        body: dict[str, JsonValue] = {"digest": digest, "tokens": [*tokens], "top": top}
+        scores = self._read("POST", "/rheostat/score", Scores, body=body)
+        if (len(scores.logprobs), len(scores.best)) != (len(tokens) - 1,) * 2:
+            raise WorkerFailed(f"{self} returned {len(scores.logprobs)} log-probs for {len(tokens)} tokens")
+        return scores
 
     def generate(
         self,

@@ -15,7 +15,7 @@ from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from rheostat.models.config.context import longrope_context
 from rheostat.models.config.engines import SamplingConfig, VllmEngine
-from rheostat.models.engines.protocol import Completion, Generate, Request, StepSums
+from rheostat.models.engines.protocol import Completion, Generate, Request, SequenceScores, StepSums
 from rheostat.models.engines.requests import (
     CompletionRow,
     build_rows,
@@ -30,6 +30,7 @@ from rheostat.models.engines.requests import (
 from rheostat.models.engines.vllm.client import (
     CompletionRequest,
     RequestDone,
+    Scores,
     ServerClient,
     ServerInfo,
     StaleWeights,
@@ -188,6 +189,31 @@ class ServedEngine:
 
         self._persist(ask)
         return [results[row] for row in range(len(prompts))]
+
+    def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
+        """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each place. Raises
+        BadInput if the policy has tokens with probability 0, which vLLM's log-probs of a prompt include, or for
+        adapters on a CPU, with which they crash vLLM."""
+        policy, owner = self._served(), self._name_context_owner()
+        require_context([ModelInput.from_prompt(tokens)], 1, context=self._context(), owner=owner)
+        if policy.vision.banned:
+            raise BadInput(f"{self.producer()} computes no log-probs of prompts for policies with suppressed tokens")
+        if self._adapter_rank and any(about.platform == "cpu" for about in self._abouts.values()):
+            raise BadInput(f"{self.producer()} computes no log-probs of prompts with adapters on a CPU")
+        if len(tokens) < 2:
+            return SequenceScores((), ())
+        answers: list[Scores] = []
+
+        def ask(clients: Sequence[ServerClient]) -> None:
+            client = clients[sum(tokens) % len(clients)]
+            answers.append(client.score_tokens(policy.digest, tokens, top))
+            self._count(client, answers[-1])
+            self._on_progress()
+
+        self._persist(ask)
+        if not np.isfinite(answers[-1].logprobs).all():
+            raise Quarantined(f"policy {self._digest()} computed NaN or infinite log-probs of a prompt")
+        return SequenceScores(answers[-1].logprobs, answers[-1].best)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         return self.run_interleaved(lambda generate: generate(requests, sampling))

@@ -88,10 +88,14 @@ def test_concurrent_requests_are_all_answered(served):
     assert len(served._episode.record.branches()) == 6
 
 
-def complete(served, **fields):
+def post(served, **fields):
     headers = {"authorization": f"Bearer {served.key}"}
     with httpx.Client(trust_env=False, timeout=60, headers=headers) as client:
-        answer = client.post(f"{served.door.url}/completions", json=fields)
+        return client.post(f"{served.door.url}/completions", json=fields)
+
+
+def complete(served, **fields):
+    answer = post(served, **fields)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
 
@@ -131,6 +135,15 @@ def test_logprobs_without_echo_are_those_of_the_sampled_tokens(served, prompts):
     assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-4)
     # Tokens with the same text are one entry.
     assert {len(each) for each in choice["logprobs"]["top_logprobs"]} <= {1, 2, 3, 4}
+
+
+def test_a_scored_sequence_leaves_room_for_one_more_token(served):
+    served.forget()
+    prompt = [5] * (served._limits.context - 2)
+    [choice] = complete(served, prompt=prompt, max_tokens=4, logprobs=1)
+    assert len(choice["logprobs"]["tokens"]) == 1
+    complete(served, prompt=[*prompt, 5], max_tokens=0, logprobs=1, echo=True)
+    assert post(served, prompt=[*prompt, 5, 5], max_tokens=0, logprobs=1, echo=True).status_code == 400
 
 
 def test_logprobs_of_prompts_are_computed_while_others_are_decoded(served, prompts):

@@ -35,6 +35,7 @@ from rheostat.tasks.run.keys import evaluation_key
 from tests.support.episodes import Episodes
 from tests.support.jobs import ROOT
 from tests.support.policies import write_chat_policy
+from tests.support.seeing import publish_seeing
 
 pytestmark = [pytest.mark.suites, pytest.mark.timeout(600)]
 SUITES = Path(__file__).parents[2] / "support" / "suites"
@@ -101,6 +102,18 @@ def test_generated_answers_are_scored_and_recorded(episodes):
         assert reward == float(turn["text"].strip() == "e")
 
 
+def test_the_items_of_a_group_are_scored_by_their_tasks_which_take_turns(episodes):
+    group = {"task": "both", "file": SUITES / "both.yaml"}
+    items = [each.columns["task"] for each in load_problems(LmEvalData(**group), "heldout", 0)]
+    assert [(each["member"], each["number"]) for each in items[:4]] == [
+        ("words", 0), ("words_gen", 0), ("words", 1), ("words_gen", 1)
+    ]  # fmt: skip
+    rows = play(episodes, LmEvalData(**group), LmEvalEnvironment(**group, **LIMITS))
+    single = play(episodes, LmEvalData(**WORDS), LmEvalEnvironment(**WORDS, **LIMITS))
+    assert [len(row["turns"]) for row in rows] == [2, 1, 2, 1]
+    assert rewards_of(rows)[2] == rewards_of(single)[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -152,9 +165,14 @@ def test_a_sample_that_cannot_be_scored_fails_with_a_reason(episodes, settings, 
 @pytest.mark.parametrize(
     ("kind", "fields", "expected"),
     [
-        ("lm_eval", {**WORDS, "task": "wrods"}, "task 'wrods': there is no task with this name in words.yaml"),
+        ("lm_eval", {**WORDS, "task": "wrods"}, "task 'wrods': there is no task or group with this name in words.yaml"),
+        (
+            "lm_eval",
+            {"task": "both", "file": SUITES / "both.yaml", "options": {"num_fewshot": 2}},
+            "options can be set only for a single task",
+        ),
         ("lm_eval", {**WORDS, "options": {"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}}, "no.jsonl"),
-        ("lm_eval", {"task": "wrods"}, "task 'wrods': there is no task with this name"),
+        ("lm_eval", {"task": "wrods"}, "task 'wrods': there is no task or group with this name"),
         (
             "inspect",
             {**LETTERS, "task": "leters"},
@@ -177,21 +195,21 @@ def test_a_task_that_cannot_be_loaded_is_named_in_one_line(kind, fields, expecte
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("task", "expected"), [("words", "needs the log-probs"), ("words_gen", "attention heads")])
-def test_likelihoods_are_refused_before_a_run_whose_engine_cannot_compute_them(episodes, task, expected):
-    """The task with generated answers reaches the check of the policy, whose heads are too small for vLLM."""
-    tables = {"task": task, "file": SUITES / f"{task}.yaml"}
+@pytest.mark.parametrize(("policy", "expected"), [("sees", "needs the log-probs"), ("reads", "attention heads")])
+def test_likelihoods_are_refused_before_a_run_whose_engine_cannot_compute_them(episodes, policy, expected, tmp_path):
+    """A policy that reads only text reaches the check of its heads, which are too small for vLLM."""
+    publish_seeing(str(tmp_path / "run"), tmp_path / "sees")
     config = RunConfig(
         iterations=0,
-        policy=DirectoryPolicy(path=episodes.policy),
-        data=LmEvalData(**tables),
-        rollout=RolloutConfig(environment=LmEvalEnvironment(**tables, **LIMITS), engine=VllmEngine(), prompts=1),
+        policy=DirectoryPolicy(path=episodes.policy if policy == "reads" else tmp_path / "sees"),
+        data=LmEvalData(**WORDS),
+        rollout=RolloutConfig(environment=LmEvalEnvironment(**WORDS, **LIMITS), engine=VllmEngine(), prompts=1),
         scoring={"rewards": [{"kind": "environment"}]},
         evaluation={"problems": 4},
     )
     with pytest.raises(BadInput, match=expected) as refused:
         check(Inputs.model_validate_json(config.model_dump_json()))
-    assert "Set rollout.engine.kind = 'transformers'" in str(refused.value) or task == "words_gen"
+    assert ("Set rollout.engine.kind = 'transformers'" in str(refused.value)) is (expected == "needs the log-probs")
 
 
 @pytest.mark.parametrize(("suite", "items"), [("choices", 40), ("sums", 40), ("letters", 30)])

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from rheostat_experts import RECORDED_AS
 from rheostat_images import render
-from rheostat_requests import CompletionRequest, Prompt, Questions, Refused, Sampling, Work
+from rheostat_requests import CompletionRequest, Prompt, Questions, Refused, Sampling, Scoring, Work
 from rheostat_serving import Serving
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMClientError
@@ -109,6 +109,31 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     )
 
 
+async def score_tokens(serving: Serving, scoring: Scoring) -> dict[str, object]:
+    """Return the log-prob at temperature 1 of each token of a sequence after the first one (`logprobs`), and the most
+    probable tokens in its place in descending order (`best`, as pairs of token and log-prob). Raises Refused if the
+    server serves another policy or vLLM refuses the request."""
+    serving.require(scoring.digest)
+    tasks: list[asyncio.Task[RequestOutput]] = []
+    async with _end_tasks(serving, tasks, num_requests=1):
+        outputs = await _submit(serving, _next_name(), Prompt(scoring.tokens), _prompt_scoring(scoring.top))
+        tasks.append(asyncio.create_task(_collect(outputs, digest=scoring.digest)))
+        output = await tasks[0]
+    places = output.prompt_logprobs[1:]
+    best = [sorted((each.rank, token, each.logprob) for token, each in place.items()) for place in places]
+    return {
+        "logprobs": [place[token].logprob for place, token in zip(places, scoring.tokens[1:], strict=True)],
+        "best": [[(token, logprob) for _, token, logprob in place[: scoring.top]] for place in best],
+    }
+
+
+async def _collect(outputs: Outputs, *, digest: str) -> RequestOutput:
+    """Return the only output of a request. Raises Refused if weights were loaded in the meantime."""
+    [output] = [output async for output in outputs]
+    _require_version(output.outputs[0], digest)
+    return output
+
+
 def _next_name() -> str:
     return f"rheostat-{next(_numbers)}"
 
@@ -164,6 +189,18 @@ def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
     )
 
 
+@_convert_refusals()
+def _prompt_scoring(top: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        prompt_logprobs=top,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
 def _build_ban(tokens: list[int]) -> dict[int, float] | None:
     """Return the logit bias for vLLM's sampling parameters that gives these tokens probability 0, or None if there are
     none. vLLM then normalizes over the other tokens."""
@@ -210,9 +247,7 @@ async def _iterate(outputs: Outputs) -> Outputs:
 
 async def _score(outputs: Outputs, tokens: list[int], *, digest: str) -> dict[int, float]:
     """Return the log-probs of the tokens that may follow a prompt, from the outputs of the prompt's request."""
-    [completion] = [completion async for output in outputs for completion in output.outputs]
-    _require_version(completion, digest)
-    computed = completion.logprobs
+    computed = (await _collect(outputs, digest=digest)).outputs[0].logprobs
     by_token = dict(zip(computed.token_ids[1:], computed.logprobs[1:], strict=True))
     return {token: by_token[token] for token in tokens}
 

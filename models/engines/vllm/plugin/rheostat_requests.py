@@ -94,6 +94,16 @@ class Questions:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Request to the server for the log-probs of the tokens of a sequence, and for the `top` most probable tokens at
+    each place. The request is refused unless the server serves the policy `digest`."""
+
+    digest: str
+    tokens: Tokens
+    top: Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Request to the server to load the weights in `directory` and the adapter, if there is one."""
 

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 import transformers
 import vllm
-from rheostat_completions import generate, likelihoods
+from rheostat_completions import generate, likelihoods, score_tokens
 from rheostat_http import Message, Receive, Send, answer_errors, refuse_stranger, reply, stream
 from rheostat_internals import get_engine
-from rheostat_requests import Load, Questions, Work, read_request
+from rheostat_requests import Load, Questions, Scoring, Work, read_request
 from rheostat_serving import Serving
 from rheostat_weights import Weights
 from starlette.requests import Request
@@ -51,6 +51,7 @@ class Gateway:
             ("POST", "/rheostat/sleep"): self._sleep,
             ("POST", "/rheostat/generate"): self._generate,
             ("POST", "/rheostat/likelihoods"): self._likelihoods,
+            ("POST", "/rheostat/score"): self._score,
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -98,6 +99,10 @@ class Gateway:
         questions = read_request(Questions, await request.body())
         logprobs = await likelihoods(self._served, questions)
         await reply(send, 200, {"logprobs": logprobs, "done": True, **self._served.steps.sums()})
+
+    async def _score(self, request: Request, send: Send) -> None:
+        scores = await score_tokens(self._served, read_request(Scoring, await request.body()))
+        await reply(send, 200, {**scores, "done": True, **self._served.steps.sums()})
 
 
 def _versions() -> dict[str, object]:
