@@ -123,7 +123,7 @@ class _Agent:
         """Bytes that were read from the open pipes of the agent: the end of its output, and its result."""
         self.output, self.result = self.pipes[output], self.pipes[result]
         self.reason = ""
-        """Reason why the agent was stopped, or an empty text."""
+        """Reason why the agent was stopped, or an empty string."""
 
     def read(self, pipe: int) -> bool:
         """Read what a pipe contains. Returns False at the end of the pipe."""
@@ -141,13 +141,14 @@ class _Agent:
 
     @property
     def last_line(self) -> str:
-        """Last line of the output that is not empty, or an empty text."""
+        """Last line of the output that is not empty, or an empty string."""
         lines = self.output.decode("utf-8", "replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 class _Host:
-    """Parent process of all agents of this process."""
+    """Event loop of the process that starts agents. It forks one process for each agent, enforces the limits of agents,
+    and reports their results."""
 
     def __init__(
         self, order: Mapping[str, Any], function: Callable[..., object] | None, calls: int, answers: int
@@ -177,7 +178,7 @@ class _Host:
             self._kill(agent)
 
     def _wait(self) -> list[int]:
-        """Wait until a pipe can be read, and return these pipes."""
+        """Wait until pipes can be read, for at most `WATCH_SECONDS` while agents run, and return these pipes."""
         polled = select.poll()
         for pipe in (self._calls, self._wake, *(pipe for agent in self._agents.values() for pipe in agent.pipes)):
             polled.register(pipe, select.POLLIN)
@@ -257,7 +258,7 @@ class _Host:
         self._report(agent.episode, result, error)
 
     def _find_result(self, agent: _Agent, status: int) -> tuple[object, str]:
-        """Return the result of an agent that has ended, and the reason for its failure or an empty text."""
+        """Return the result of an agent that has ended, and the reason for its failure or an empty string."""
         if agent.reason:
             return None, agent.reason
         if status != 0:
@@ -367,7 +368,8 @@ def _run_agent(
     host: int,
     pipes: tuple[int, int],
 ) -> NoReturn:
-    """Become the agent of an episode, in a forked process. `pipes` are for its output and its result."""
+    """Run the agent of an episode in the forked process, and end the process. `pipes` are the write ends of the pipes
+    for its output and its result."""
     output, result = pipes
     try:
         os.setsid()

@@ -36,7 +36,7 @@ class RunAgent:
     where: str
     """Start of error messages about the agent, such as the name of a setting."""
     target: str = ""
-    """Import string `pkg.mod:function` of the agent's function, or an empty text if a command is run."""
+    """Import string `pkg.mod:function` of the agent's function, or an empty string if a command is run."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keyword arguments of the function."""
     command: tuple[str, ...] = ()
@@ -69,9 +69,9 @@ class AgentEnd:
     result: JsonValue = None
     """Value that the agent returned, or None."""
     error: str = ""
-    """Reason why the agent failed, or an empty text."""
+    """Reason why the agent failed, or an empty string."""
     is_lost: bool = False
-    """Whether the host process ended, so that the agent is not known to be the cause."""
+    """Whether the host process ended first, so that the agent may not be the cause."""
 
 
 _END: Final = TypeAdapter(AgentEnd)
@@ -143,6 +143,8 @@ class _Host:
         return ends
 
     def _become_ready(self, description: object, listen: Listen) -> None:
+        """Read the first message of the process, which has imported the agent: an error text, or a list with the port
+        of the listener in the sandbox. Then start the agents that wait for it."""
         if isinstance(description, str):
             raise BadInput(description)
         if not isinstance(description, list) or len(description) != 1:
@@ -210,7 +212,7 @@ class AgentHosts:
         return host is not None and host.is_ready
 
     def stop(self, episode: str) -> None:
-        """Kill the agent of an episode. `wait` still returns its end, unless it is isolated."""
+        """Kill the agent of an episode. `wait` still returns its end, except if agents are isolated."""
         if self._interpreter.is_isolated:
             if (host := self._hosts.pop(episode, None)) is not None:
                 host.close()

@@ -84,8 +84,8 @@ def start_contained(
 
 @functools.cache
 def check_container(container: Container, *, where: str, program: str = "") -> None:
-    """Start a container once. `where` names the setting that requires it, and `program` a program that the image must
-    contain.
+    """Check that containers work, by running one with the image. Success is cached. `where` names the setting that
+    requires it, and `program` a program that the image must contain.
 
     Raises BadInput if the container's engine, the image, its Python or the program is missing, or does not work.
     """
@@ -109,9 +109,11 @@ def check_container(container: Container, *, where: str, program: str = "") -> N
         )
     is_new, *found = done.stdout.split()
     if is_new != "True":
-        raise BadInput(f"the image {image!r} has a Python older than {'.'.join(oldest)}. Use an image with a newer one")
+        raise BadInput(
+            f"{where}: the image {image!r} has a Python older than {'.'.join(oldest)}. Use an image with a newer one"
+        )
     if found == ["None"]:
-        raise BadInput(f"{where}: there is no program {program!r} on the PATH of the image {image!r}. Correct it")
+        raise BadInput(f"{where}: there is no program {program!r} on the PATH of the image {image!r}. Correct its name")
 
 
 def _run(command: Sequence[str], *, where: str) -> subprocess.CompletedProcess[str]:

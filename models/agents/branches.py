@@ -23,8 +23,7 @@ from rheostat.models.rollouts.groups import Segment
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place in an episode at which a request samples a turn: the turn that the request continues, and the new
-    context."""
+    """Position of a new turn in an episode: the turn that it continues, and the tokens added after that turn."""
 
     parent: int | None
     """Number of the turn that the request continues token by token, or None for a new prompt."""
@@ -47,7 +46,8 @@ class RecordedTurn:
     key: str
     """BLAKE3 of all tokens before this turn (`Place.key`)."""
     occurrence: int
-    """Number of earlier requests of the episode with the same context."""
+    """Index that distinguishes turns of the episode with the same context: the lowest index that no other such turn
+    had when this turn was opened."""
     seed: int
     """Random seed with which the turn is sampled."""
     tokens: tuple[int, ...] = ()
@@ -69,8 +69,8 @@ class RecordedTurn:
 class EpisodeRecord:
     """Record of the turns of one episode. Several threads may use it concurrently.
 
-    The seed of a turn depends only on the episode's seed, the tokens before the turn and the number of earlier requests
-    with the same tokens. It does not depend on the order in which other requests arrive.
+    The seed of a turn depends only on the episode's seed, the tokens before the turn and the turn's `occurrence`. It
+    does not depend on the order in which other requests arrive.
     """
 
     def __init__(self, turns: Iterable[RecordedTurn] = ()) -> None:

@@ -1,9 +1,10 @@
-"""Door of a rollout worker: an HTTP server on the loopback interface through which programs use the policy.
+"""Policy server of a rollout worker (`Door`): an HTTP server on the loopback interface through which programs use the
+policy.
 
-Each episode has its own key, with which a program sees nothing of other episodes. The routes are those of OpenAI
-(`/v1/chat/completions`, `/v1/completions`, `/v1/models`) and vLLM (`/inference/v1/generate`). Answers arrive in one
-piece. While a turn is sampled, event streams contain comments, so that no client ends the connection. This module does
-not import torch.
+Each episode has a separate key, which gives no access to other episodes. The routes are those of OpenAI
+(`/v1/chat/completions`, `/v1/completions`, `/v1/models`) and vLLM (`/inference/v1/generate`). A streamed
+response contains the whole answer at once. Until the turn is sampled, the stream contains comments, so that no client
+closes the connection. This module does not import torch.
 """
 
 import asyncio
@@ -35,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 8 << 20
 BODY_SECONDS, BODY_TOTAL_SECONDS = 10.0, 60.0
-"""Time limits of a body: seconds without a byte, and seconds in all."""
+"""Maximum seconds between two parts of a request's body, and for the whole body."""
 MAX_HEADER_BYTES: Final = 16 << 10
 WAIT_SECONDS: Final = 15.0
 """Interval between the comments of an event stream while a turn is sampled."""
 END_SECONDS: Final = 10.0
-"""Time limit for the end of the server."""
+"""Maximum seconds to wait until the server has stopped."""
 _CHAT_REMEDY: Final = (
     "Use /v1/chat/completions. With openai-agents, call set_default_openai_api('chat_completions'). With other "
     "programs, choose the chat completions API"
@@ -51,11 +52,11 @@ _REMEDIES: Final = {"/v1/responses": _CHAT_REMEDY, "/v1/messages": _CHAT_REMEDY}
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """Episode that the door has admitted, with its requests. The answers are used only in the server's thread."""
+    """Admitted episode, and the state of its HTTP requests. The futures may be used only in the server's thread."""
 
     episode: OpenEpisode
     num_open: int = 0
-    """Number of open connections with this key."""
+    """Number of POST requests with this key that are in progress."""
     num_refused: int = 0
     """Number of requests with this key that were refused."""
     listener: asyncio.Server | None = None
@@ -68,10 +69,11 @@ class _Guest:
     request receives the answer."""
 
     def check_open(self, number: int) -> None:
-        """Raise RefusedRequest if the episode has this number of open requests and may not have one more."""
+        """Raise RefusedRequest with status 429 if `number` open requests are as many as the episode may have."""
         if number >= self.episode.limits.concurrent:
             raise RefusedRequest(
-                f"the episode may have {self.episode.limits.concurrent} open requests. Repeat this one later",
+                f"the episode may have {self.episode.limits.concurrent} open requests at the same time. Send this "
+                "request again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -84,7 +86,8 @@ class _Guest:
             answer.cancel()
 
     def take_over(self, digest: str) -> asyncio.Future[DoorReply] | None:
-        """Remove and return the first kept answer to an equal request, or return None. Failed answers are not kept."""
+        """Remove the first kept answer to a request with this digest and return it, or return None. Failed answers are
+        discarded."""
         self.abandoned = [each for each in self.abandoned if not _has_failed(each[1])]
         found = next((each for each in self.abandoned if each[0] == digest), None)
         if found is None:
@@ -120,8 +123,8 @@ class Door:
     def admit(self, episode: OpenEpisode, *, key: str | None = None) -> str:
         """Accept requests of an episode from now on, and return its key of 256 random bits.
 
-        A known `key` can be passed instead. If it belongs to another episode, new requests use this episode, and open
-        requests are still answered.
+        Pass `key` to use an existing key instead. If another episode has this key, new requests go to this episode, and
+        requests in progress are still answered.
         """
         key = key or secrets.token_urlsafe(32)
         self._guests[_digest(key.encode())] = _Guest(episode)
@@ -256,7 +259,9 @@ def _sample(guest: _Guest, sample: Callable[[], DoorReply]) -> DoorReply:
         if guest.is_dismissed:
             raise _ended() from None
         logger.exception("A turn of an agent could not be sampled")
-        raise RefusedRequest("the turn could not be sampled", status=500, code="engine_failed") from None
+        raise RefusedRequest(
+            "the turn could not be sampled. The log of the worker contains the error", status=500, code="engine_failed"
+        ) from None
 
 
 def _has_failed(answer: asyncio.Future[DoorReply]) -> bool:
@@ -283,8 +288,8 @@ def _configure_server(app: ASGIApp) -> uvicorn.Config:
 
 
 async def _deliver(answer: asyncio.Future[DoorReply], receive: Receive, send: Send, *, streams: bool) -> bool:
-    """Send an answer when it is ready. Return False if the client closes the connection before. Raises RefusedRequest
-    if the request was refused and nothing was sent yet."""
+    """Send an answer when it is ready, and return True. Return False if the client disconnects first. Raises
+    RefusedRequest if the request was refused and nothing was sent yet."""
     gone = asyncio.ensure_future(_wait_for_disconnect(receive))
     has_started = False
     try:
@@ -313,7 +318,7 @@ def _result_of(answer: asyncio.Future[DoorReply]) -> DoorReply:
 
 
 async def _send_stream(answer: asyncio.Future[DoorReply], send: Send, *, has_started: bool) -> None:
-    """Send the rest of an event stream. An error is an event if the stream has started."""
+    """Send the rest of an event stream. If the stream has started, an error is sent as an event."""
     try:
         events = encode_events(_result_of(answer).events)
     except RefusedRequest as refused:
@@ -347,7 +352,7 @@ def _digest(value: bytes) -> str:
     return blake3(value).hexdigest()
 
 
-# The functions take the routes, the episode and a request of the class next to them.
+# Class of the requests of each path, and function that answers them.
 _ROUTES: Final[Mapping[str, tuple[type[Any], Callable[..., DoorReply]]]] = {
     "/v1/chat/completions": (ChatRequest, AgentRoutes.answer_chat),
     "/v1/completions": (TextRequest, AgentRoutes.answer_texts),

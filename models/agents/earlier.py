@@ -1,7 +1,7 @@
-"""Turns of an episode that an earlier iteration has stored, and that a restarted agent gets again.
+"""Replay of the stored turns of an episode that continues in a later iteration.
 
 An agent starts again in every iteration in which its episode continues. A request with the same context as a stored
-turn gets the stored turn. A stored turn that was cut continues from its tokens. This module does not import torch.
+turn returns the stored turn. A stored turn that was cut continues from its tokens. This module does not import torch.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,12 +26,11 @@ class EarlierTurns:
         self._turns = {(turn.key, turn.occurrence): turn for turn in turns}
         self._decode, self._ends = decode, frozenset(ends)
         self._used: dict[int, int] = {}
-        """Number of each turn that the agent has requested again: its earlier number, and its present number."""
+        """Number in the present record of each stored turn that was requested again, by its stored number."""
 
     def find(self, opened: RecordedTurn, record: EpisodeRecord, *, stop: Sequence[str], max_tokens: int) -> str | None:
-        """Restore the stored turn for a request in the present record, and return the text of its tokens. `opened` is
-        the turn that was opened for the request. Return None if there is no stored turn that sampling with these stop
-        texts and at most `max_tokens` tokens could give."""
+        """Copy the stored turn with the same context into an opened turn of the present record, and return its text.
+        Return None if there is no such turn, or if these stop texts and `max_tokens` would have ended it elsewhere."""
         found = self._turns.get((opened.key, opened.occurrence))
         if found is None or _is_older_than_parent(found, opened, record):
             return None
@@ -52,7 +51,8 @@ class EarlierTurns:
 
     def add_unused(self, turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:
         """Return the turns of the present iteration, followed by the stored turns that the agent has not requested
-        again. Left out are stored turns for whose request another turn was sampled, and turns that continue them."""
+        again. A stored turn is omitted if its request was sampled again, or if its parent was omitted. Added turns get
+        new numbers."""
         merged, numbers = [*turns], dict(self._used)
         present = {(turn.key, turn.occurrence) for turn in turns}
         for name, turn in self._turns.items():
@@ -78,8 +78,8 @@ def is_possible_length(num_tokens: int, finish_reason: FinishReason, *, max_toke
 
 
 def _is_older_than_parent(found: RecordedTurn, opened: RecordedTurn, record: EpisodeRecord) -> bool:
-    """Return whether an older policy sampled a stored turn than the turn that a request continues, which was sampled
-    again."""
+    """Return whether the stored turn `found` comes from an older policy version than the parent of `opened`. This
+    happens if the parent was sampled again."""
     if opened.parent is None:
         return False
     return record.turn(opened.parent).segments[-1].policy_version > found.segments[0].policy_version

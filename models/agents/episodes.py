@@ -1,11 +1,11 @@
 """Episodes of agents: programs of the user that request the policy's turns. Does not import torch.
 
-An agent runs in a process of its own and sends requests to the door, which samples and records the turns. The engine
-holds nothing of an episode between its requests. A failure of an agent costs its own episode alone: the episode has
-failed, its score is missing, and the reason is stored with its last turn.
+An agent runs in a separate process and sends requests to the policy server (`Door`), which samples and records the
+turns. Between the requests of an episode, the engine keeps nothing of it. If an agent fails, only its episode fails:
+the score is missing, and the reason is stored with the last turn.
 
-With partial rollout, an episode is cut when it has sampled its tokens of the iteration, or when the time of the shard
-is over. The agent is stopped, and the next iteration starts it again with the stored turns.
+With partial rollout, an episode is cut when it has used its token budget of the iteration, or when the time of the
+shard is over. The agent is stopped, and the next iteration starts it again with the stored turns.
 """
 
 import logging
@@ -66,7 +66,7 @@ class _Episode:
     open: OpenEpisode | None = None
     """Turns that the current run of the agent has requested. None before the agent was started."""
     seconds: float = 0.0
-    """Time that the agent has used."""
+    """Seconds that the agent has run, except the time in which the policy generated for it."""
     ends: list[str] = field(default_factory=list)
     """Reasons why earlier runs of the agent were lost."""
     is_stopped: bool = False
@@ -86,7 +86,8 @@ class _Episode:
 
 @dataclass(slots=True, eq=False)
 class AgentEpisodes:
-    """Runner of all episodes of a rollout shard. Agents run at the same time, as many as keep the engine busy."""
+    """Runner of all episodes of a rollout shard. As many agents run at the same time as are needed to keep the engine
+    busy."""
 
     settings: AgentSettings
     hosts: AgentHosts
@@ -102,11 +103,11 @@ class AgentEpisodes:
     names: Iterator[str]
     """Iterator over names of agents, which are never used twice."""
     on_progress: Callable[[], None]
-    """Function that is called when an episode advances without the engine."""
+    """Function that is called when an episode ends, or while an agent works without waiting for the policy."""
     find_failure: Callable[[], BaseException | None]
-    """Function that returns an error of the engine, with which all episodes end, or None."""
+    """Function that returns the error of the engine, or None. An error ends all episodes."""
     tokenizer: str
-    """Directory of the policy's tokenizer, for programs that need it, or an empty text."""
+    """Directory of the policy's tokenizer, for programs that need it, or an empty string."""
     journal: EpisodeJournal
     """Journal of the shard, from which ended and cut episodes are taken."""
     _began: float = field(default_factory=time.monotonic)
@@ -141,7 +142,8 @@ class AgentEpisodes:
         return [replace(group, drafts=tuple(new)) for group, new in zip(groups, drafts, strict=True)]
 
     def _read_ended(self, group: Group, sample: int) -> PartialCompletion:
-        """Return a completion as it is in the journal if its episode has ended there, else unchanged."""
+        """Return a completion of a group: the one in the journal if its episode has ended or was cut, else the draft of
+        the group."""
         draft, ended = group.drafts[sample], self.journal.ended.get(f"{group.prompt_row}-{sample}")
         if ended is None:
             return draft
@@ -151,10 +153,10 @@ class AgentEpisodes:
         self, groups: Sequence[Group], drafts: Sequence[Sequence[PartialCompletion]]
     ) -> Iterator[_Episode]:
         """Yield an episode for each unfinished completion in `drafts` that the journal does not contain."""
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             budget = group.find_token_budget(self.version, self.partial)
-            for sample, draft in enumerate(drafts[place]):
-                episode = _Episode(group, draft, (place, sample), budget)
+            for sample, draft in enumerate(drafts[index]):
+                episode = _Episode(group, draft, (index, sample), budget)
                 if draft.finish_reason is FinishReason.CUT and episode.label not in self.journal.ended:
                     yield episode
 
@@ -165,8 +167,8 @@ class AgentEpisodes:
         return seconds is not None and time.monotonic() - self._began >= seconds
 
     def _has_room(self, door: Door) -> bool:
-        """Return whether another agent may start. No agent starts while as many turns are being generated, or agents
-        have not sent their first request, as the engine decodes at the same time."""
+        """Return whether another agent may start: if fewer than `open_episodes` agents run, and fewer than `places` of
+        them are busy. An agent is busy if it waits for a turn or has not sent its first request."""
         if len(self._live) >= self.settings.open_episodes:
             return False
         busy = sum(
@@ -176,7 +178,7 @@ class AgentEpisodes:
         return busy < self.places
 
     def _start(self, episode: _Episode, door: Door) -> None:
-        """Start the agent of an episode, with no turns. Requests for stored turns get these turns."""
+        """Start the agent of an episode with an empty record. Requests that match stored turns return these turns."""
         earlier = read(episode.draft).turns()
         episode.open = OpenEpisode(
             seed=episode.draft.seed,
@@ -196,8 +198,9 @@ class AgentEpisodes:
         self.hosts.start(AgentOrder(episode.name, problem, seed, url=door.url, key=episode.key))
 
     def _advance(self, door: Door) -> Iterator[tuple[_Episode, PartialCompletion | None]]:
-        """Wait until agents end, and yield each ended or cut episode with its completion, or with None if it must run
-        again. Agents that exceed a limit are stopped."""
+        """Wait at most `POLL_SECONDS` for agents to end. Yield each ended or cut episode with its completion, or with
+        None if it must run again. Stops agents that exceed a limit, and raises the error of the engine if there is
+        one."""
         began = time.monotonic()
         for end in self.hosts.wait(POLL_SECONDS, partial(self._listen, door)):
             episode = self._live.get(end.episode)
@@ -219,8 +222,8 @@ class AgentEpisodes:
                 yield episode, self._fail(episode, reason)
 
     def _cut_waiting(self, waiting: deque[_Episode]) -> Iterator[tuple[_Episode, PartialCompletion]]:
-        """Remove the episodes that are cut from those that wait, and yield each with its completion. A completion whose
-        agent has never started is unchanged."""
+        """If the time of the shard is over, remove the waiting episodes that may be cut, and yield each one with its
+        completion. A completion whose agent has never started is unchanged."""
         for episode in [each for each in waiting if each.budget is not None] if self._is_late else ():
             waiting.remove(episode)
             yield episode, episode.draft if episode.open is None else self._cut(episode)
@@ -244,14 +247,14 @@ class AgentEpisodes:
         door.dismiss(episode.key)
 
     def _listen(self, door: Door, name: str, listener: socket.socket) -> None:
-        """Let the agent in a sandbox reach the door."""
+        """Connect the listener of a sandbox to the policy server. Close it if the episode has ended."""
         if name in self._live:
             door.listen(listener, self._live[name].key)
         else:
             listener.close()
 
     def _find_excess(self, episode: _Episode, num_refused: int) -> str:
-        """Return the limit that an agent exceeds, or an empty text."""
+        """Return the limit that an agent exceeds, or an empty string."""
         if episode.seconds > self.settings.agent_seconds:
             return f"the agent ran longer than {self.settings.agent_seconds:g} s (rollout.environment.agent_seconds)"
         if num_refused > MAX_REFUSED:
@@ -278,7 +281,11 @@ class AgentEpisodes:
         except ValueError as error:
             return self._fail(episode, str(error))
         if not episode.recorded.record.turns():
-            return self._fail(episode, "the agent ended without a turn of the policy")
+            return self._fail(
+                episode,
+                episode,
+                "the agent ended without a turn of the policy. Check that it sends its requests to OPENAI_BASE_URL",
+            )
         last = episode.recorded.record.turns()[-1]
         reason = FinishReason.LENGTH if last.finish_reason is FinishReason.LENGTH else FinishReason.STOP
         return self._fill(episode, Ending(reason, reward=reward, rewards=rewards))
@@ -303,7 +310,8 @@ class AgentEpisodes:
         elif opened.earlier.num_unused:
             logger.warning(
                 "%s of prompt row %d, sample %d, were not requested again by the restarted agent, so they are dropped. "
-                "An agent that acts in the same way when it starts again keeps its turns",
+                "To keep turns, the agent must send the same requests when it starts again: use RHEOSTAT_SEED for what "
+                "it chooses at random",
                 format_count(opened.earlier.num_unused, "recorded turn"),
                 episode.group.prompt_row,
                 episode.index[1],
@@ -325,7 +333,9 @@ def read_result(result: JsonValue) -> tuple[float | None, dict[int, float]]:
             raise ValueError(f"the result of the agent has the unknown key {name!r:.60}{hint}")
     reward, rewards = result.get("reward"), result.get("rewards") or {}
     if not isinstance(rewards, dict) or not all(number.isascii() and number.isdigit() for number in rewards):
-        raise ValueError("rewards of the agent's result must be an object whose keys are numbers of requests")
+        raise ValueError(
+            'rewards of the agent\'s result must be an object whose keys are the numbers of turns, such as "0" and "1"'
+        )
     return (
         None if reward is None else _read_number(reward, "reward"),
         {int(number): _read_number(value, f"rewards[{number}]") for number, value in rewards.items()},

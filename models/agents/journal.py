@@ -88,8 +88,8 @@ class RecordedAnswers:
     """Completions by the digest of the request."""
 
     def find(self, request: str, /, *, max_tokens: int) -> Completion | None:
-        """Return the recorded answer to a request, unless it is longer than `max_tokens` tokens or was ended by another
-        limit."""
+        """Return the recorded completion of the request with this digest. Return None if there is none, or if sampling
+        with at most `max_tokens` tokens could not have ended there."""
         answer = self.found.get(request)
         if answer is None or not is_possible_length(len(answer.tokens), answer.finish_reason, max_tokens=max_tokens):
             return None

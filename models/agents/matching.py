@@ -2,8 +2,8 @@
 
 A request that repeats the messages of an earlier request and its answer, and adds results of tools or messages of the
 user, continues the sampled tokens of that answer. The text of the answer is never tokenized again. Every other request
-starts a new prompt. Programs change the answers that they send back: they drop thoughts, replace null by an empty text,
-and add fields. Only the role, the text, the tool calls and the ID of an answered call are therefore compared.
+starts a new prompt. Programs change the answers that they send back: they drop the reasoning, replace null by an empty
+string, and add fields. Only the role, the text, the tool calls and the ID of an answered call are therefore compared.
 """
 
 import json
@@ -24,7 +24,7 @@ from rheostat.models.text.per_turn import render_prompt
 from rheostat.models.text.turns import TurnFormat
 
 THOUGHTS: Final = "reasoning_content"
-"""Field of a message of the assistant with its thoughts, in the format of OpenAI-compatible servers."""
+"""Field of a message of the assistant with its reasoning, in the format of OpenAI-compatible servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class ChatInput:
 
 
 class ChatIndex:
-    """Answers of an episode, found by the chats that end with them. Several threads may use it concurrently."""
+    """Index of the turns of an episode by the digest of the chat that ends with the turn. Several threads may use it
+    concurrently."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -49,10 +50,10 @@ class ChatIndex:
             self._turns |= {_digests(whole, thoughts=thoughts)[-1]: number for thoughts in (True, False)}
 
     def find(self, chat: ChatInput) -> tuple[int, int] | None:
-        """Return the turn that ends the longest known beginning of a chat, and the number of messages of this
-        beginning. Return None if the chat contains no known answer.
+        """Find the longest prefix of a chat that ends with a recorded turn. Return the number of the turn, and the
+        number of messages in the prefix, or None if there is no such prefix.
 
-        Messages with the same thoughts are preferred to messages without thoughts. If several answers are equal, the
+        Messages with the same reasoning are preferred to messages without reasoning. If several turns are equal, the
         last one is returned.
         """
         digests = [*zip(*(_digests(chat, thoughts=thoughts) for thoughts in (True, False)), strict=True)]
@@ -67,7 +68,8 @@ class ChatIndex:
 def match_messages(
     record: EpisodeRecord, index: ChatIndex, chat: ChatInput, form: TurnFormat, *, history: ObservedHistory
 ) -> Place:
-    """Return the place at which a chat continues the episode. `form` is the format of turns without tools. Raises
+    """Return the position of the turn that answers a chat. With history "append", the chat continues the recorded turn
+    that `index` finds. Otherwise the whole chat is a new prompt. `form` is the format of turns without tools. Raises
     ValueError if the policy's chat template rejects the chat."""
     own_form = form.with_arguments(chat.arguments)
     found = index.find(chat) if history == "append" else None
@@ -80,8 +82,8 @@ def match_messages(
 
 
 def _with_objects(message: Message) -> Message:
-    """Return a message in which the arguments of every tool call are a JSON object, as chat templates require.
-    Malformed arguments that a policy has generated become an object with their text."""
+    """Return a message in which the arguments of every tool call are the JSON text of an object, as chat templates
+    require. Other texts, which a policy may generate, are wrapped in an object with the key `arguments`."""
     calls: list[JsonValue] = []
     for call in _calls_of(message):
         text = call["function"]["arguments"]

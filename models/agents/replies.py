@@ -24,7 +24,7 @@ DONE_EVENT: Final = b"data: [DONE]\n\n"
 MIN_LOGPROB: Final = -9999.0
 """Log-prob in answers of tokens that have probability 0, because JSON has no infinite numbers. vLLM uses the same."""
 _THOUGHT_FIELDS: Final = (THOUGHTS, "reasoning", "thinking")
-"""Fields in which response templates return the thoughts of a turn."""
+"""Fields in which response templates return the reasoning of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ def text_reply(head: ReplyHead, continued: Sequence[ContinuedText], *, wants: Ma
 
 
 def encode_scores(tokens: Sequence[int], scores: SequenceScores, *, first: int, decode: Callable[[int], str]) -> Body:
-    """Return the log-probs of the tokens from index `first` on, with the most probable tokens at each place. The first
-    token of a sequence has no log-prob. `decode` returns the text of a token."""
+    """Return the log-probs of the tokens from index `first` on, with the most probable tokens at each position. The
+    first token of a sequence has no log-prob. `decode` returns the text of a token."""
     texts = [decode(token) for token in tokens[first:]]
     logprobs: list[JsonValue] = [None, *(max(each, MIN_LOGPROB) for each in scores.logprobs)]
     best: list[JsonValue] = [None]
@@ -173,8 +173,8 @@ def encode_scores(tokens: Sequence[int], scores: SequenceScores, *, first: int, 
 def token_reply(head: ReplyHead, sampled: SampledTurn) -> DoorReply:
     """Return the answer to a request for tokens, in vLLM's format.
 
-    Log-probs name their token twice, because clients read different fields: `token_id` is vLLM's, `token` that of the
-    package renderers.
+    Log-probs name their token in two fields, because clients read different ones: `token_id` is vLLM's field, and
+    `token` is the field that the package renderers reads.
     """
     content: list[JsonValue] = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
@@ -193,14 +193,14 @@ def token_reply(head: ReplyHead, sampled: SampledTurn) -> DoorReply:
 
 
 def finish_reason(sampled: SampledTurn, *, has_calls: bool = False) -> str:
-    """Return the reason why a turn ended in the words of OpenAI."""
+    """Return OpenAI's `finish_reason` of a turn: `stop`, `tool_calls` or `length`."""
     if sampled.turn.finish_reason is not FinishReason.STOP:
         return "length"
     return "tool_calls" if has_calls else "stop"
 
 
 def usage_of(prompt: int, generated: int) -> Body:
-    """Return the numbers of tokens before and in turns in the words of OpenAI."""
+    """Return OpenAI's object `usage` for these numbers of prompt tokens and generated tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
@@ -209,7 +209,7 @@ def _usage_of_turn(sampled: SampledTurn) -> Body:
 
 
 def encode_events(events: Sequence[Body]) -> bytes:
-    """Return events as the end of an event stream."""
+    """Encode events as server-sent events, followed by `[DONE]`."""
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + DONE_EVENT
 
 

@@ -179,7 +179,9 @@ class AgentRoutes:
             tokens: list[int] = tokenized.input.tokens.tolist()
             return tokens
         if unknown := [token for token in prompt if token >= len(self.form.tokenizer)]:
-            raise ValueError(f"the token {unknown[0]} is not in the vocabulary, which has {len(self.form.tokenizer)}")
+            raise ValueError(
+                f"the token {unknown[0]} is not in the vocabulary, which has {len(self.form.tokenizer)} tokens"
+            )
         return prompt
 
 

@@ -66,7 +66,8 @@ class AgentRuntime:
         self._names = map(str, count())
         self._journal: EpisodeJournal | None = None
         self.progress = 0
-        """Number of finished episodes and of intervals in which an agent was within its time limit."""
+        """Counter that increases while episodes advance: when one ends, and while an agent works within its time
+        limit."""
 
     def load(self, directory: Path, user: ModelVersion, /) -> None:
         """Raise BadInput, because no model plays the user."""
@@ -206,7 +207,8 @@ def describe_agent(settings: AgentSettings) -> tuple[RunAgent, Interpreter]:
     interpreter = settings.find_interpreter()
     if program.command and interpreter.container is None and shutil.which(program.command[0]) is None:
         raise BadInput(
-            f"{program.where}: there is no program {program.command[0]!r} on the PATH. Install it, or correct it"
+            f"{program.where}: there is no program {program.command[0]!r} on the PATH. Install the program, or correct "
+            "its name"
         )
     variables = {name: os.environ[name] for name in settings.variables}
     agent = replace(program, variables=variables, memory_bytes=settings.memory_mib << 20)

@@ -24,7 +24,8 @@ from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
 CONTEXT_EXCEEDED: Final = "context_length_exceeded"
-"""Error code of a request whose context leaves no room for a turn. Harnesses shorten their history after it."""
+"""Error code of a request whose context leaves no room for a turn. Agent programs shorten their history when they receive
+it."""
 EPISODE_LIMIT: Final = "episode_limit"
 """Error code of a request after the episode has used its requests or tokens."""
 
@@ -47,11 +48,12 @@ class TurnLimits:
 
 
 class Answers(Protocol):
-    """Turns of one episode that were sampled before a restart of its program, and a place to record new ones."""
+    """Store of the sampled turns of one episode, used when its program restarts. `RecordedAnswers` implements it, and
+    `TurnSampler` calls it."""
 
     def find(self, request: str, /, *, max_tokens: int) -> Completion | None:
-        """Return the recorded answer to a request, named by a digest, or None if there is none that sampling with at
-        most `max_tokens` tokens could give."""
+        """Return the recorded completion of the request with this digest. Return None if there is none, or if sampling
+        with at most `max_tokens` tokens could not have ended there."""
 
     def add(self, request: str, completion: Completion, /) -> None:
         """Record the answer to a request."""
@@ -176,8 +178,8 @@ class TurnSampler:
                 raise _context_error(episode.limits, f"{len(tokens)} tokens")
 
     def score(self, episode: OpenEpisode, sequences: Sequence[Sequence[int]], top: int) -> list[SequenceScores]:
-        """Return the log-probs of the tokens of sequences, and the `top` most probable tokens at each place. Raises
-        CancelledError if the episode ends before."""
+        """Return the log-probs of the tokens of sequences, and the `top` most probable tokens at each position. Raises
+        CancelledError if the episode has ended."""
         assert self.score_tokens is not None, "`check_scored` was called"
         scores = []
         for tokens in sequences:
@@ -210,8 +212,9 @@ class TurnSampler:
     def _answer(
         self, episode: OpenEpisode, numbers: Sequence[int], limits: Sequence[int], stop: tuple[str, ...]
     ) -> list[str]:
-        """Add tokens to opened turns: those of an earlier iteration, and recorded or new ones of this iteration. New
-        tokens are recorded. Returns the texts of the turns.
+        """Fill opened turns with tokens, and return the texts of the turns. The tokens are those of a stored turn of an
+        earlier iteration, those that the journal of this iteration contains, or new ones, which are added to the
+        journal.
 
         Raises RefusedRequest if the episode is cut because it has sampled its tokens of this iteration.
         """
@@ -234,7 +237,8 @@ class TurnSampler:
     def _complete(
         self, episode: OpenEpisode, turns: Sequence["_UnfinishedTurn"], stop: tuple[str, ...]
     ) -> list[Completion]:
-        """Return the further tokens of turns in this iteration: recorded ones, or new ones, which are recorded."""
+        """Return one completion for each unfinished turn. It is read from the journal if the journal contains it.
+        Otherwise it is sampled and added to the journal."""
         known = [episode.answers.find(each.digest, max_tokens=each.num_missing) for each in turns]
         unknown = [each for each, answer in zip(turns, known, strict=True) if answer is None]
         new = iter(self._generate(episode, unknown, stop) if unknown else ())
@@ -280,7 +284,7 @@ class _UnfinishedTurn:
     limit: int
     """Maximum number of tokens of the turn."""
     digest: str
-    """Name of the request in the records of answers."""
+    """Key of the request in `Answers`."""
 
     @property
     def num_missing(self) -> int:
@@ -293,8 +297,8 @@ class _UnfinishedTurn:
         return context.append_completion(self.turn.tokens) if self.turn.tokens else context
 
     def name_length_limit(self, completion: Completion) -> Completion:
-        """Return a completion with the finish reason `length` if the turn has its maximum length. Engines call it
-        `cut` if the maximum is below that of the run."""
+        """Replace the finish reason `cut` by `length` if the turn has reached its maximum length. Engines report `cut`
+        at a maximum below that of the run."""
         is_longest = completion.finish_reason is FinishReason.CUT and len(completion.tokens) == self.num_missing
         return replace(completion, finish_reason=FinishReason.LENGTH) if is_longest else completion
 
@@ -325,7 +329,7 @@ def _cut_error() -> RefusedRequest:
 def _context_error(limits: TurnLimits, length: str) -> RefusedRequest:
     return RefusedRequest(
         f"This model's maximum context length is {limits.context} tokens, but the request has {length} and needs room "
-        "for an answer. Send at least one token, and fewer than that",
+        "for an answer. Shorten the request, or send at least one token if it is empty",
         code=CONTEXT_EXCEEDED,
     )
 

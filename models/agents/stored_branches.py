@@ -32,7 +32,7 @@ class Ending:
     finish_reason: FinishReason
     """Reason why the episode ended. `cut` if the episode continues in a later iteration."""
     error: str = ""
-    """Reason why the episode failed, or an empty text."""
+    """Reason why the episode failed, or an empty string."""
     reward: float | None = None
     """Reward of the whole episode. It is added to the reward of the last turn."""
     rewards: Mapping[int, float] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Ending:
     messages: tuple[ChatMessage, ...] = ()
     """Messages of the conversation that ends with the last turn."""
     begun: int | None = None
-    """Policy version with which a cut episode began, or None if the episode has ended. The tokens of the episode may
-    all be younger."""
+    """Policy version with which a cut episode began, or None if the episode has ended. All tokens of the
+    episode may be from newer versions."""
 
 
 def fill(record: EpisodeRecord, draft: PartialCompletion, ending: Ending, *, decode: Decode) -> PartialCompletion:
@@ -247,8 +247,8 @@ def read_records(rollouts: pa.Table) -> list[EpisodeRecord]:
 
 
 def continues(record: EpisodeRecord, earlier: EpisodeRecord, *, version: int) -> bool:
-    """Return whether a record continues an earlier state of the same episode with policy version `version`: each turn
-    with tokens of older versions begins with an earlier turn after the same context, and no earlier turn occurs twice.
+    """Return whether a record can continue the earlier record of the same episode with policy version `version`. Every
+    turn that starts with tokens of an older version must extend a different earlier turn with the same context.
 
     Earlier turns may be missing, because the agent starts again and may send other requests.
     """

@@ -2,7 +2,7 @@
 
 Fields that would change the distribution from which the policy samples are refused, because the recorded log-probs must
 belong to the distribution that is trained. Temperature, top_p, top_k and seed of a request have no effect. Hints about
-tools (`tool_choice`, `parallel_tool_calls`) have none either, and unknown fields are ignored.
+tools (`tool_choice`, `parallel_tool_calls`) have no effect either, and unknown fields are ignored.
 """
 
 import json
@@ -40,16 +40,18 @@ NEUTRAL: Final[Mapping[str, tuple[JsonValue, ...]]] = {
     "continue_final_message": (False,),
     "features": (),
 }
-"""Fields of a request that are not supported, each with the values that have no effect. Null has none either."""
+"""Fields of a request that are not supported, each with the values that have no effect. Null has no effect in any
+field."""
 _UNION_MEMBER: Final = re.compile(r"str$|int$|.*\[")
-"""Names by which pydantic reports the members of a union inside the place of an error."""
+"""Pattern of the parts of a pydantic error location that name a member of a union, such as `str`. Messages omit these
+parts."""
 MAX_MESSAGES: Final = 10_000
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
-"""Maximum number of stop texts of a request, and of the characters of one. The engine decodes this many tokens again
-after each new token."""
+"""Maximum number of stop texts of a request, and maximum length of a stop text in characters. After each new token, the
+engine decodes as many tokens again as the longest stop text may have."""
 
 MAX_TOP: Final = 20
-"""Maximum number of most probable tokens that an answer may contain for each place."""
+"""Maximum number of most probable tokens that an answer may contain for each position."""
 
 _T = TypeVar("_T")
 _List = Annotated[list[_T], Field(fail_fast=True)]
@@ -135,7 +137,7 @@ class WireMessage(_Wire):
 
 
 class _Answered(_Wire):
-    """Fields that all requests share."""
+    """Fields common to requests for chats and texts, and to the sampling parameters of requests for tokens."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: StopText | Annotated[_List[StopText], Field(max_length=MAX_STOPS)] | None = None
@@ -144,7 +146,7 @@ class _Answered(_Wire):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer. Empty texts are left out."""
+        """Texts that end the answer, without empty strings."""
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(filter(None, texts))
 
@@ -227,7 +229,7 @@ def read_request(body: bytes, kind: type[_R]) -> _R:
         _check_neutral(fields | (sampling if isinstance(sampling, dict) else {}))
         return kind.model_validate(value)
     except ValidationError as error:
-        # Of the errors of a union, the one inside the most specific member says most.
+        # The members of a union report one error each. The most specific error has the longest location.
         deepest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
         where = ".".join(str(part) for part in deepest["loc"] if not _UNION_MEMBER.match(str(part))) or "body"
         raise RefusedRequest(f"{where:.100}: {deepest['msg']}", param=where[:100]) from None

@@ -50,8 +50,8 @@ class AgentSettings(EpisodeSettings, ABC):
     episode_tokens: Positive = 8192
     """Number of tokens that the policy generates in all turns of an episode. After that, requests receive an error."""
     open_episodes: Annotated[int, Field(ge=1, le=512)] = 64
-    """Maximum number of agents that run at the same time in a worker. Fewer are started while the policy generates for
-    as many requests as the engine decodes at the same time."""
+    """Maximum number of agents that run at the same time in a worker. No further agent starts while the engine's batch
+    is full of requests."""
 
     @property
     @abstractmethod
@@ -85,8 +85,9 @@ class AgentEnvironment(AgentSettings):
     options: dict[str, JsonValue] = {}
     """Keyword arguments of the function or of the class. One object of a class serves all episodes of a worker."""
     command: tuple[str, ...] = ()
-    """Program and its arguments, which read the address, the key and the problem from environment variables. Files next
-    to the configuration file or in the working directory may be named without their folder. Set either this or
+    """Program and its arguments. The program finds the address and the key of the policy in `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY`, and the paths of the problem and of its result in `RHEOSTAT_PROBLEM` and `RHEOSTAT_RESULT`. Files
+    next to the configuration file or in the working directory may be named without their folder. Set either this or
     `target`."""
     python: Program | None = None
     """Python interpreter (3.9 or newer) that runs the function, with its installed packages. The default is the
@@ -159,7 +160,7 @@ class AgentEnvironment(AgentSettings):
 
 
 def _locate_file(word: str) -> str:
-    """Return the path of a file in a folder of users' modules if a word of a command names one, else the word."""
+    """Return the path of the file if `word` names a file in a folder of users' modules, else `word`."""
     paths = (Path(folder, word) for folder in target_folders()) if Path(word).suffix else ()
     return next((str(path) for path in paths if path.is_file()), word)
 
@@ -170,14 +171,13 @@ class PackageEnvironment(TaskChoice, AgentSettings):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Objects `pkg.mod:name` of the user or of the package, for the run's identity. The file of a task is part of
-        it anyway."""
+        """Import strings of the code that is part of the run's identity. The file of a task is always part of it."""
         return ()
 
     @property
     @abstractmethod
     def fields(self) -> Mapping[str, JsonValue]:
-        """Further arguments of the class `Episodes` in the module of the package."""
+        """Keyword arguments of the class `Episodes` in the plugin module, in addition to those in `tasks`."""
 
     @property
     def run(self) -> RunEnvironment:
@@ -221,7 +221,7 @@ class VerifiersEnvironment(TasksetChoice, PackageEnvironment):
     @classmethod
     def _require_type(cls, runtime: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if not isinstance(runtime.get("type"), str):
-            raise ValueError("the key type is missing, such as runtime = { type = 'subprocess' }")
+            raise ValueError("the key type must be a text, such as runtime = { type = 'subprocess' }")
         return runtime
 
     @property

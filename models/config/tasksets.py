@@ -19,7 +19,7 @@ PLUGIN: Final = Path(__file__).parents[1] / "agents" / "plugin"
 
 
 class TaskChoice(Settings, ABC):
-    """Fields common to everything that loads tasks of another package. Subclasses declare `python` last."""
+    """Fields common to everything that loads tasks of another package."""
 
     package: ClassVar[str]
     """Name of the package, as in `rheostat engine install`. The module `rheostat_<package>` in the plugin folder loads
@@ -103,8 +103,8 @@ class NamedTask(TaskChoice):
     chosen = ("task", "file", "options")
 
     task: Annotated[str, Field(min_length=1)]
-    """Name of the task: in `file`, or of a task that is installed with the package, such as `arc_easy` (lm-eval) or
-    `inspect_evals/gsm8k` (Inspect). With lm-eval, it may also be a group of tasks, such as `mmlu`."""
+    """Name of a task in `file` or, without `file`, of a task that is installed with the package, such as `arc_easy`
+    (lm-eval) or `inspect_evals/gsm8k` (Inspect). With lm-eval, it may also be a group of tasks, such as `mmlu`."""
     file: Location | None = None
     """File that defines the task: YAML for lm-eval, Python for Inspect. The default is an installed task."""
     options: dict[str, JsonValue] = {}

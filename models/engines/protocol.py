@@ -234,8 +234,8 @@ class ScoresTokens(Protocol):
     """Rollout engine that can compute the log-probs of the tokens of a sequence. Several threads may call it."""
 
     def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
-        """Return the log-probs of the tokens, and the `top` most probable tokens at each place. The sequence is shorter
-        than the context of the policy."""
+        """Return the log-probs of the tokens, and the `top` most probable tokens at each position. The sequence is
+        shorter than the context of the policy."""
 
 
 @runtime_checkable

@@ -41,7 +41,7 @@ class Episodes:
             self.task = load_task(task, file, options)
         except Exception as error:
             raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
-        # The modules that a first evaluation imports, in 4 seconds, are shared with the processes that are forked.
+        # An empty evaluation imports modules for 4 seconds, which the forked processes then share.
         unused = get_model("openai-api/rheostat/policy", base_url="http://127.0.0.1", api_key="-", memoize=False)
         with tempfile.TemporaryDirectory() as folder:
             _evaluate(Task(dataset=[Sample(input="-")], solver=[]), unused, 0, folder)
@@ -52,7 +52,9 @@ class Episodes:
         model = get_model("openai-api/rheostat/policy", base_url=base_url, api_key=api_key)
         number = problem["task"]["number"]
         if _digest(self.task.dataset[number]) != problem["task"]["digest"]:
-            raise RuntimeError("the sample has changed since the problems of the run were read")
+            raise RuntimeError(
+                "the sample has changed since the problems of the run were read. Restore the data of the task"
+            )
         log = _evaluate(self.task, model, number, "logs")
         return {"reward": self._read_score(log)}
 
@@ -68,7 +70,7 @@ class Episodes:
 
 
 def read_value(score: Score, name: str) -> float:
-    """Return the value of a score as a number. Raises RuntimeError if it is none."""
+    """Return the value of a score as a number. Raises RuntimeError if the value is not a number."""
     value = score.value
     if isinstance(value, str) and value in VALUES:
         return VALUES[value]
@@ -97,7 +99,8 @@ def load_task(name: str, file: str | None, options: Mapping[str, Any]) -> Task:
 
 
 def list_samples(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the text, the number and the digest of each sample of a task."""
+    """Yield the text, the number and the digest of each sample of a task. `order` has the keys `task`, `file`,
+    `options` and `limit`."""
     task = load_task(order["task"], order["file"], order["options"])
     for number, sample in enumerate(itertools.islice(task.dataset, order["limit"])):
         text = _read_text(sample) or f"sample {number}"

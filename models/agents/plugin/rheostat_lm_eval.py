@@ -91,7 +91,9 @@ class Episodes:
             )
         [sample] = chosen
         if sample["doc_hash"] != digest:
-            raise RuntimeError("the item has changed since the problems of the run were read")
+            raise RuntimeError(
+                "the item has changed since the problems of the run were read. Restore the data of the task"
+            )
         metric = self.metric or sample["metrics"][0]
         if metric not in sample["metrics"]:
             raise RuntimeError(f"the task has no metric {metric!r}. Use one of {', '.join(sample['metrics'])}")
@@ -119,8 +121,8 @@ def load_tasks(name: str, file: str | None, options: Mapping[str, Any]) -> dict[
 
 
 def _load_group(name: str, file: str | None, options: Mapping[str, Any]) -> TaskDict:
-    """Load the tasks of a group or tag: of the YAML files in the folder of `file`, or of those of lm-eval, which takes
-    17 seconds because there are 14,000."""
+    """Load the tasks of a group or tag, which are defined in the YAML files in the folder of `file`. Without `file`,
+    all 14,000 YAML files of lm-eval are read, which takes 17 seconds."""
     folder = None if file is None else Path(file).parent
     manager = TaskManager(include_path=folder, include_defaults=file is None)
     if name not in manager.all_tasks:
@@ -141,7 +143,8 @@ def _find_file(name: str) -> Path | None:
 
 def list_items(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the text, the number and the digest of each item, whether the item needs the log-probs of given answers,
-    and the task if it is a member of a group. Tasks of a group take turns, so that the first items are of all tasks."""
+    and the name of its task if this is a member of a group. The items of a group's tasks are interleaved. `order` has
+    the keys `task`, `file`, `options` and `limit`."""
     tasks = load_tasks(order["task"], order["file"], order["options"])
     rows = itertools.zip_longest(*([(name, *each) for each in enumerate(tasks[name].eval_docs)] for name in tasks))
     items = (item for row in rows for item in row if item is not None)

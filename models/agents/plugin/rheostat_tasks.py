@@ -10,7 +10,7 @@ from typing import Any
 
 
 def describe(error: Exception) -> str:
-    """Return an error in one line, which does not name the class ValueError."""
+    """Format an error as one line: its class and message, or only the message of a ValueError."""
     name = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())
 
@@ -19,8 +19,8 @@ def print_tasks(
     list_tasks: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]],
     describe: Callable[[Exception], str] = describe,
 ) -> None:
-    """Print the tasks that the first argument of the program describes as JSON, as JSON lines. An error is the last
-    line of stderr."""
+    """Print tasks as JSON lines. The first argument of the program is the JSON object that is passed to `list_tasks`.
+    After an error, exit with its description as the last line of stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)  # packages may print
         try:

@@ -119,7 +119,7 @@ def _read_rewards(episode: Episode[Any, Any, Any]) -> dict[str, float] | None:
 
 # ---- tasks
 def list_tasks(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the prompt and the fields of each task."""
+    """Yield the prompt and the fields of each task. `order` has the keys `taskset` and `limit`."""
     taskset, limit = order["taskset"], order["limit"]
     _check_module("taskset", taskset["id"], tasksets)
     loaded = load_taskset(taskset_config_type(taskset["id"]).model_validate(taskset))

@@ -191,9 +191,9 @@ class ServedEngine:
         return [results[row] for row in range(len(prompts))]
 
     def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
-        """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each place. Raises
-        BadInput if the policy has tokens with probability 0, which vLLM's log-probs of a prompt include, or for
-        adapters on a CPU, with which they crash vLLM."""
+        """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each position. Raises
+        BadInput if the policy suppresses tokens, because vLLM's log-probs of prompts do not exclude these tokens. Also
+        raises BadInput for adapters on a CPU, with which vLLM crashes when it computes log-probs of prompts."""
         policy, owner = self._served(), self._name_context_owner()
         require_context([ModelInput.from_prompt(tokens)], 1, context=self._context(), owner=owner)
         if policy.vision.banned:
