@@ -156,6 +156,8 @@ class _Host:
         self._order, self._function, self._calls, self._answers = order, function, calls, answers
         self._agents: dict[int, _Agent] = {}
         """Agents by process id."""
+        self._own = {pid for pid, (parent, _, _) in _list_processes().items() if parent == os.getpid()}
+        """Processes that the import of the agent has started, which all agents use."""
         self._unread = b""
         self._looked = time.monotonic()
         self._wake, wake = os.pipe()
@@ -249,7 +251,10 @@ class _Host:
     def _end(self, agent: _Agent, status: int) -> None:
         """End the remaining processes of an agent, report its result, and delete its files."""
         self._kill(agent)
-        self._kill_strays(_list_processes())
+        for _ in range(100):  # the end of a process may make its children children of this process
+            if not self._kill_strays(_list_processes()):
+                break
+            time.sleep(0.01)
         for pipe in [*agent.pipes]:
             agent.read(pipe)
             os.close(pipe)
@@ -290,11 +295,17 @@ class _Host:
                 self._kill(agent)
         self._kill_strays(processes)
 
-    def _kill_strays(self, processes: Mapping[int, tuple[int, int, int]]) -> None:
-        """Kill processes that have left the session of their agent, and whose parents have ended."""
-        for pid, (parent, session, _) in processes.items():
-            if parent == os.getpid() and pid not in self._agents and session not in self._agents:
-                _signal(pid)
+    def _kill_strays(self, processes: Mapping[int, tuple[int, int, int]]) -> bool:
+        """Kill processes that have left the session of their agent, and whose parents have ended. Return whether there
+        were any."""
+        strays = [
+            pid
+            for pid, (parent, session, _) in processes.items()
+            if parent == os.getpid() and session not in self._agents and pid not in self._own | self._agents.keys()
+        ]
+        for pid in strays:
+            _signal(pid)
+        return bool(strays)
 
     def _kill(self, agent: _Agent) -> None:
         """Kill all processes of an agent."""

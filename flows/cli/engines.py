@@ -90,8 +90,8 @@ def install(
 
     log_progress(quiet=True)
     environment = environments.install(engine, interpreter=python, into=into, platform=platform)
-    table = "engine" if engine == "vllm" else "environment"
-    usage = f"\nto use it in a run, set rollout.{table}.python={str(environment.python)!r}" if into else ""
+    where = "rollout.engine.python" if engine == "vllm" else "python of the data and of the environment"
+    usage = f"\nto use it in a run, set {where} to {str(environment.python)!r}" if into else ""
     write(environment.model_dump_json(indent=2) if as_json else f"{environment.text()}{usage}")
 
 

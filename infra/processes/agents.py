@@ -11,11 +11,12 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
+import psutil
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rheostat.infra.errors import BadInput, WorkerFailed
@@ -129,18 +130,16 @@ class _Host:
             content["url"] = f"http://127.0.0.1:{self._port}/v1"
         self.child.send({"start": content})
 
-    def receive(self, listen: Listen) -> list[AgentEnd]:
-        """Return the ends of agents that the process has reported. Raises BadInput if the agent cannot be imported,
+    def receive(self, listen: Listen) -> Iterator[AgentEnd]:
+        """Yield the ends of agents that the process has reported. Raises BadInput if the agent cannot be imported,
         WorkerFailed if its import takes too long, and ProcessEnded if the process has ended."""
-        ends = []
         while (message := self.child.receive(0)) is not None:
             if self.is_ready:
-                ends.append(self._read_end(message[0]))
+                yield self._read_end(message[0])
             else:
                 self._become_ready(message[0], listen)
         if not self.is_ready and time.monotonic() - self._began > START_SECONDS:
             raise WorkerFailed(f"{self._what}: its import took over {START_SECONDS:g} s. Make it faster")
-        return ends
 
     def _become_ready(self, description: object, listen: Listen) -> None:
         """Read the first message of the process, which has imported the agent: an error text, or a list with the port
@@ -162,12 +161,21 @@ class _Host:
             self._send(order)
 
     def _read_end(self, message: object) -> AgentEnd:
+        """Return the end of an agent. A result that is not a JSON value costs only the episode of this agent."""
+        episode = message.get("episode") if isinstance(message, dict) else None
+        if not isinstance(episode, str) or self.orders.pop(episode, None) is None:
+            raise invalid_answer()
         try:
-            end = _END.validate_python(message)
-            self.orders.pop(end.episode)
-        except (ValidationError, KeyError):
-            raise invalid_answer() from None
-        return end
+            return _END.validate_python(message)
+        except ValidationError:
+            return AgentEnd(episode, error="its result is not a JSON value, or it is nested too deeply")
+
+    def stop(self, episode: str) -> None:
+        """Kill the agent of an episode, or do not start it if the process has not imported the agent yet."""
+        if self.is_ready:
+            self.child.send({"stop": episode})
+        else:
+            self.orders.pop(episode, None)
 
     def close(self) -> None:
         """Kill the process and all its agents."""
@@ -202,7 +210,7 @@ class AgentHosts:
         while not host.is_ready:
             _wait_for([host], POLL_SECONDS)
             try:
-                host.receive(lambda _, listener: listener.close())
+                list(host.receive(lambda _, listener: listener.close()))
             except ProcessEnded as end:
                 raise BadInput(f"{self._agent.where}: importing the agent failed: {end}. Correct the module") from None
 
@@ -218,7 +226,7 @@ class AgentHosts:
                 host.close()
         elif "" in self._hosts:
             with contextlib.suppress(ProcessEnded):
-                self._hosts[""].child.send({"stop": episode})
+                self._hosts[""].stop(episode)
 
     def wait(self, seconds: float, listen: Listen) -> list[AgentEnd]:
         """Wait for at most `seconds`, and return the ends of agents. Raises BadInput if the agent cannot be imported,
@@ -227,15 +235,26 @@ class AgentHosts:
         return [end for name in [*self._hosts] for end in self._receive(name, listen)]
 
     def _receive(self, name: str, listen: Listen) -> list[AgentEnd]:
-        host = self._hosts[name]
+        """Return the ends of agents of one process. If the process has ended, its other agents are lost."""
+        host, ends = self._hosts[name], list[AgentEnd]()
         try:
-            ends = host.receive(listen)
+            for end in host.receive(listen):
+                ends.append(end)
         except (ProcessEnded, OSError) as error:
             self._hosts.pop(name).close()
-            return [AgentEnd(episode, error=f"{error}", is_lost=True) for episode in host.orders]
+            self._kill_orphans()
+            return [*ends, *(AgentEnd(episode, error=f"{error}", is_lost=True) for episode in host.orders)]
         if name and ends:
             self._hosts.pop(name).close()
         return ends
+
+    def _kill_orphans(self) -> None:
+        """Kill the processes that agents of a lost host process have started. In a sandbox or container, they have
+        ended with it."""
+        if not self._interpreter.is_isolated:
+            for process in guard.processes_of(self._home):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def close(self) -> None:
         """Kill all agents and their host processes."""

@@ -38,6 +38,12 @@ MAX_BODY_BYTES: Final = 8 << 20
 BODY_SECONDS, BODY_TOTAL_SECONDS = 10.0, 60.0
 """Maximum seconds between two parts of a request's body, and for the whole body."""
 MAX_HEADER_BYTES: Final = 16 << 10
+MAX_OPEN: Final = 256
+"""Maximum number of open requests of an episode. Most of them wait until others are sampled."""
+MAX_OPEN_BYTES: Final = 64 << 20
+"""Maximum size of the bodies of the open requests of an episode."""
+MAX_READING: Final = 4
+"""Maximum number of requests of an episode whose bodies are read at the same time."""
 WAIT_SECONDS: Final = 15.0
 """Interval between the comments of an event stream while a turn is sampled."""
 END_SECONDS: Final = 10.0
@@ -56,27 +62,46 @@ class _Guest:
 
     episode: OpenEpisode
     num_open: int = 0
-    """Number of POST requests with this key that are in progress."""
+    """Number of POST requests with this key that are in progress or wait."""
     num_refused: int = 0
     """Number of requests with this key that were refused."""
     listener: asyncio.Server | None = None
     """Server of the listener that accepts connections from the episode's sandbox, or None."""
     is_dismissed: bool = False
+    num_bytes: int = 0
+    """Size of the bodies of these requests."""
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_READING))
+    """Places for requests whose body is being read."""
+    sampling: asyncio.Semaphore = field(init=False)
+    """Places for answers that are being sampled."""
     unfinished: set[asyncio.Future[DoorReply]] = field(default_factory=set)
-    """Answers that are being sampled."""
+    """Answers that are being sampled or wait for it."""
     abandoned: list[tuple[str, asyncio.Future[DoorReply]]] = field(default_factory=list)
     """Answers whose connection was closed before they were sent, each with the digest of its request. The next equal
     request receives the answer."""
 
-    def check_open(self, number: int) -> None:
-        """Raise RefusedRequest with status 429 if `number` open requests are as many as the episode may have."""
-        if number >= self.episode.limits.concurrent:
+    def __post_init__(self) -> None:
+        self.sampling = asyncio.Semaphore(self.episode.limits.concurrent)
+
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raise RefusedRequest with status 429 if there are too many open requests, or if their bodies and another one
+        of `num_bytes` bytes are too large."""
+        if self.num_open >= MAX_OPEN or self.num_bytes + num_bytes > MAX_OPEN_BYTES:
             raise RefusedRequest(
-                f"the episode may have {self.episode.limits.concurrent} open requests at the same time. Send this "
+                f"the episode may have {MAX_OPEN} open requests, with {MAX_OPEN_BYTES >> 20} MiB together. Send this "
                 "request again later",
                 status=429,
                 code="rate_limit_exceeded",
             )
+
+    async def sample(self, sample: Callable[[], DoorReply]) -> DoorReply:
+        """Return the answer that `sample` computes in a separate thread, when fewer answers are being sampled than the
+        episode may sample at the same time. Answers whose connection was closed count too. Raises RefusedRequest if the
+        request is refused or the episode has ended."""
+        async with self.sampling:
+            if self.is_dismissed:
+                raise _ended()
+            return await asyncio.wrap_future(start_apart(partial(_sample, self, sample)))
 
     def end(self) -> None:
         """End all unfinished answers, whose requests receive status 409, and close the listener of a sandbox."""
@@ -206,12 +231,17 @@ class Door:
             remedy = _REMEDIES.get(path, f"The routes are POST {', '.join(_ROUTES)}, and GET /v1/models")
             raise RefusedRequest(f"{method} {path:.80} is not served. {remedy}", status=404, code="not_found")
         kind, answer_request = _ROUTES[path]
-        guest.check_open(guest.num_open)
+        guest.check_room()
         guest.num_open += 1
+        size = 0
         try:
-            body = await read_body(
-                scope, receive, max_bytes=MAX_BODY_BYTES, seconds=BODY_SECONDS, total_seconds=BODY_TOTAL_SECONDS
-            )
+            async with guest.reading:
+                body = await read_body(
+                    scope, receive, max_bytes=MAX_BODY_BYTES, seconds=BODY_SECONDS, total_seconds=BODY_TOTAL_SECONDS
+                )
+            guest.check_room(len(body))
+            size = len(body)
+            guest.num_bytes += size
             request, digest = read_request(body, kind), _digest(path.encode() + b"\0" + body)
             del body
             answer = guest.take_over(digest) or self._start(
@@ -221,6 +251,7 @@ class Door:
                 guest.abandoned.append((digest, answer))
         finally:
             guest.num_open -= 1
+            guest.num_bytes -= size
 
     def _find_guest(self, headers: Mapping[str, str]) -> _Guest:
         """Return the episode to which the key of a request belongs. Raises RefusedRequest with status 401 if there is
@@ -236,12 +267,10 @@ class Door:
         return guest
 
     def _start(self, guest: _Guest, sample: Callable[[], DoorReply]) -> asyncio.Future[DoorReply]:
-        """Start to sample an answer in a separate thread. Raises RefusedRequest if the episode has ended or already
-        samples its maximum number of answers."""
+        """Start to compute an answer. Raises RefusedRequest if the episode has ended."""
         if guest.is_dismissed:
             raise _ended()
-        guest.check_open(len(guest.unfinished))
-        answer = asyncio.wrap_future(start_apart(partial(_sample, guest, sample)))
+        answer = asyncio.ensure_future(guest.sample(sample))
         guest.unfinished.add(answer)
         answer.add_done_callback(guest.unfinished.discard)
         answer.add_done_callback(_has_failed)  # marks an error as read

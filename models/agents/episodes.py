@@ -202,13 +202,14 @@ class AgentEpisodes:
         None if it must run again. Stops agents that exceed a limit, and raises the error of the engine if there is
         one."""
         began = time.monotonic()
-        for end in self.hosts.wait(POLL_SECONDS, partial(self._listen, door)):
+        ends = self.hosts.wait(POLL_SECONDS, partial(self._listen, door))
+        if (error := self.find_failure()) is not None:  # the agents may have ended because of it
+            raise error
+        for end in ends:
             episode = self._live.get(end.episode)
             if episode is not None and not episode.recorded.is_cut:  # otherwise it was stopped, or is cut below
                 self._remove(episode, door)
                 yield episode, self._finish(episode, end)
-        if (error := self.find_failure()) is not None:
-            raise error
         passed = time.monotonic() - began
         yield from self._cut_live(door)
         for episode in [each for each in self._live.values() if not each.recorded.is_cut]:
@@ -283,7 +284,6 @@ class AgentEpisodes:
         if not episode.recorded.record.turns():
             return self._fail(
                 episode,
-                episode,
                 "the agent ended without a turn of the policy. Check that it sends its requests to OPENAI_BASE_URL",
             )
         last = episode.recorded.record.turns()[-1]
@@ -343,7 +343,7 @@ def read_result(result: JsonValue) -> tuple[float | None, dict[int, float]]:
 
 
 def _is_number(value: JsonValue) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float)  # True is 1.0
 
 
 def _read_number(value: JsonValue, name: str) -> float:

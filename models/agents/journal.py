@@ -8,13 +8,14 @@ journal contains gets the recorded turn, whatever the order of the requests. The
 stored.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Self
 
 from blake3 import blake3
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rheostat.infra.store.contracts import Objects
 from rheostat.models.agents.branches import RecordedTurn
@@ -25,6 +26,8 @@ from rheostat.models.engines.protocol import Completion
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.work import RolloutWork
 from rheostat.models.rollouts.groups import ChatMessage
+
+logger = logging.getLogger(__name__)
 
 FOLDER: Final = "episodes"
 """Folder of the run's store with the journals of unfinished rollout shards."""
@@ -121,11 +124,18 @@ class EpisodeJournal:
                     self._read(key.removeprefix(self._prefix), content)
 
     def _read(self, name: str, content: bytes) -> None:
+        """Read an object of the journal. A power failure may have damaged the object: it is then deleted, and the turn
+        or the episode is sampled again."""
         episode, _, part = name.partition("/")
-        if part == _END:
-            self.ended[episode] = _ENDED.validate_json(content)
+        try:
+            if part == _END:
+                self.ended[episode] = _ENDED.validate_json(content)
+                return
+            answer = _ANSWER.validate_json(content)
+        except ValidationError:
+            logger.warning("%s%s in %s is damaged and was deleted", self._prefix, name, self._store.uri)
+            self._store.delete(f"{self._prefix}{name}")
             return
-        answer = _ANSWER.validate_json(content)
         completion = Completion(answer.tokens, answer.logprobs, answer.text, answer.finish_reason)
         self.answers_of(episode).found[part.removesuffix(".json")] = completion
 

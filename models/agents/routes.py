@@ -93,6 +93,7 @@ class AgentRoutes:
     ) -> list[ContinuedText]:
         """Sample the continuation of each prompt, unless `max_tokens` is 0."""
         if request.max_tokens == 0:
+            episode.count_scored(len(prompts))
             return [ContinuedText(prompt, None, "") for prompt in prompts]
         wish = SamplingWish(request.max_tokens, request.stops, is_scored=request.logprobs is not None)
         places = self._read(lambda: [match_tokens(episode.record, prompt) for prompt in prompts], param="prompt")

@@ -94,7 +94,8 @@ class AgentRuntime:
             if next(num_runs):
                 journal.delete()  # the engine had generated with other weights
             guarded = GuardedGenerate(generate, self._clock)
-            score = guarded.guard_scores(interleaving) if isinstance(interleaving, ScoresTokens) else None
+            can_score = isinstance(interleaving, ScoresTokens) and interleaving.can_score_tokens
+            score = guarded.guard_scores(interleaving) if can_score else None
             sampler = TurnSampler(guarded, work.sampling, work.policy.version, score)
             settings, head = self._settings, ReplyHead(MODEL, created=0)
             episodes = AgentEpisodes(

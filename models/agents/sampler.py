@@ -24,8 +24,8 @@ from rheostat.models.records.schemas import FinishReason
 from rheostat.models.text.turns import CHARACTERS_PER_TOKEN
 
 CONTEXT_EXCEEDED: Final = "context_length_exceeded"
-"""Error code of a request whose context leaves no room for a turn. Agent programs shorten their history when they receive
-it."""
+"""Error code of a request whose context leaves no room for a turn. Agent programs shorten their history when they
+receive it."""
 EPISODE_LIMIT: Final = "episode_limit"
 """Error code of a request after the episode has used its requests or tokens."""
 
@@ -90,6 +90,8 @@ class OpenEpisode:
     """Whether the episode continues in a later iteration. Its requests are then refused."""
     num_sampling: int = 0
     """Number of requests whose turns are being sampled."""
+    num_scored: int = 0
+    """Number of prompts for which only log-probs were requested."""
     replayed: set[int] = field(default_factory=set)
     """Numbers of the turns that were recorded before a restart of the program and returned to it again."""
     abandoned: Event = field(default_factory=Event, repr=False)
@@ -111,6 +113,19 @@ class OpenEpisode:
             _check_requests(self, len(places))
             self.num_sampling += 1
             return [self.record.open_turn(place, seed=self.seed) for place in places]
+
+    def count_scored(self, num_prompts: int) -> None:
+        """Count prompts for which only log-probs are requested. Raises RefusedRequest if the episode is cut or has sent
+        as many as it may have turns."""
+        with self.opening:
+            if self.is_cut:
+                raise _cut_error()
+            if self.num_scored + num_prompts > self.limits.requests:
+                raise RefusedRequest(
+                    f"the episode may send {self.limits.requests} prompts without sampling, which it has sent",
+                    code=EPISODE_LIMIT,
+                )
+            self.num_scored += num_prompts
 
     def close_turns(self, numbers: Sequence[int]) -> None:
         """Mark the request of reserved turns as answered. Turns without tokens are removed, because their request has
@@ -225,7 +240,7 @@ class TurnSampler:
                 episode.replayed.add(number)
                 texts[number] = text
         unfinished = [
-            _UnfinishedTurn(turn, limit, blake3(json.dumps([turn.key, turn.occurrence, stop]).encode()).hexdigest())
+            _UnfinishedTurn(turn, limit, _name_request(turn, stop))
             for turn, limit in zip(map(episode.record.turn, numbers), limits, strict=True)
             if turn.finish_reason is FinishReason.CUT
         ]
@@ -301,6 +316,12 @@ class _UnfinishedTurn:
         at a maximum below that of the run."""
         is_longest = completion.finish_reason is FinishReason.CUT and len(completion.tokens) == self.num_missing
         return replace(completion, finish_reason=FinishReason.LENGTH) if is_longest else completion
+
+
+def _name_request(turn: RecordedTurn, stop: Sequence[str]) -> str:
+    """Return the digest by which the further tokens of a turn are recorded."""
+    name = [turn.key, turn.occurrence, len(turn.tokens), *stop]
+    return blake3(json.dumps(name).encode()).hexdigest()
 
 
 def _count_context(episode: OpenEpisode, place: Place) -> int:

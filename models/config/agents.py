@@ -46,7 +46,7 @@ class AgentSettings(EpisodeSettings, ABC):
     max_requests: Positive = 64
     """Maximum number of turns of the policy in an episode. Later requests receive an error."""
     concurrent_requests: Annotated[int, Field(ge=1, le=256)] = 4
-    """Maximum number of requests of an agent that are answered at the same time."""
+    """Maximum number of requests of an agent that are answered at the same time. Further requests wait."""
     episode_tokens: Positive = 8192
     """Number of tokens that the policy generates in all turns of an episode. After that, requests receive an error."""
     open_episodes: Annotated[int, Field(ge=1, le=512)] = 64

@@ -93,6 +93,9 @@ class EngineSettings(Variant):
     interleaves_episodes: ClassVar[bool] = False
     """Whether each episode of an environment can continue independently of the others (`InterleavingEngine` and
     `ContinuousEngine` in `rheostat.models.engines.protocol`)."""
+    scores_tokens: ClassVar[bool] = False
+    """Whether the engine can compute the log-probs of given tokens for agents and evaluation suites (`ScoresTokens` in
+    `rheostat.models.engines.protocol`)."""
     generates_images: ClassVar[bool] = False
     """Whether the engine generates images with text-to-image policies. Such an engine cannot generate text."""
 
@@ -123,11 +126,6 @@ class EngineSettings(Variant):
     def check_policy(self, shape: ModelShape, name: str) -> None:
         """Raise BadInput if the engine's log-probs of a policy of this shape would differ from the trainer's."""
 
-    def scores_tokens(self, shape: ModelShape) -> bool:
-        """Return whether the engine can compute the log-probs of given tokens with a policy of this shape, for agents
-        and evaluation suites (`ScoresTokens` in `rheostat.models.engines.protocol`)."""
-        return False
-
     def matches_trainer(self, update: UpdateFacts) -> bool:
         """Return whether the engine's log-probs equal those of a trainer with the settings `update`, up to rounding."""
         return False
@@ -152,16 +150,13 @@ class TransformersEngine(EngineSettings):
     implementation = "rheostat.models.engines.local.engine:HuggingFaceEngine"
     records_experts = True
     interleaves_episodes = True
+    scores_tokens = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations. With float32 on a CPU, a resumed run gives bit-identical results."""
     max_batch_rows: Positive = 512
     """Maximum number of completions that are decoded at the same time."""
-
-    def scores_tokens(self, shape: ModelShape) -> bool:
-        """Return True."""
-        return True
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the weights and of a full KV cache. Raises BadInput if the engine cannot decode the
@@ -199,6 +194,7 @@ class VllmEngine(EngineSettings):
     implementation = "rheostat.models.engines.vllm.engine:ServedEngine"
     records_experts = True
     interleaves_episodes = True
+    scores_tokens = True
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None
@@ -322,11 +318,6 @@ class VllmEngine(EngineSettings):
                 f"{name}.kind = {self.kind!r}: {workers} need an environment for {platform}, but the environment of "
                 f"{environment.python} is for {environment.platform}. {INSTALL[platform].format(name=name)}"
             )
-
-    def scores_tokens(self, shape: ModelShape) -> bool:
-        """Return whether the policy reads only text. vLLM's log-probs of a prompt count the placeholders of images,
-        which have probability 0 in the trainer."""
-        return not shape.vision_model_type
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the weights and, if its size is known, of the KV cache. Raises BadInput if vLLM cannot

@@ -84,7 +84,8 @@ class EpisodeSettings(Variant, ABC):
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
             yield (
                 f"rollout.environment.turn_tokens is {self.turn_tokens}, but rollout.sampling.max_new_tokens, which "
-                f"limits the whole episode, is {job.rollout.sampling.max_new_tokens}. Lower turn_tokens"
+                f"must be at least as large, is {job.rollout.sampling.max_new_tokens}. Raise max_new_tokens, or lower "
+                "turn_tokens"
             )
 
 

@@ -233,6 +233,10 @@ ScoreTokens = Callable[[Sequence[int], int], SequenceScores]
 class ScoresTokens(Protocol):
     """Rollout engine that can compute the log-probs of the tokens of a sequence. Several threads may call it."""
 
+    @property
+    def can_score_tokens(self) -> bool:
+        """Whether the log-probs of tokens can be computed with the policy that is loaded."""
+
     def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
         """Return the log-probs of the tokens, and the `top` most probable tokens at each position. The sequence is
         shorter than the context of the policy."""

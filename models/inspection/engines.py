@@ -51,13 +51,11 @@ def check_agent(environment: AgentSettings, facts: InputFacts, where: str) -> No
 def check_likelihoods(environment: LmEvalEnvironment, facts: InputFacts, where: str) -> None:
     """Raise BadInput if the items of a task need the log-probs of given answers, but the engine cannot compute them."""
     engine, items = facts.inputs.rollout.engine, [each.columns["task"] for each in facts.heldout]
-    if any(isinstance(item, dict) and item["needs_logprobs"] for item in items) and not engine.scores_tokens(
-        facts.policy.shape
-    ):
+    if not engine.scores_tokens and any(isinstance(item, dict) and item["needs_logprobs"] for item in items):
         raise BadInput(
             f"{where}.{environment.title} of lm-eval needs the log-probs of given answers, which rollout.engine.kind = "
-            f"{engine.label!r} does not compute with this policy. Set rollout.engine.kind = 'transformers', or choose "
-            "a task with generated answers."
+            f"{engine.label!r} does not compute. Set rollout.engine.kind = 'transformers' or 'vllm', or choose a task "
+            "with generated answers."
         )
 
 

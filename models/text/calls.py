@@ -172,15 +172,15 @@ def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
     name, arguments = value.get("name"), next((value[key] for key in keys if key in value), None)
     if not isinstance(name, str) or not name:
         return _call_with_error(f"{expected}, found no name")
-    if not isinstance(arguments, dict):
-        text = arguments if isinstance(arguments, str) else ""
-        return Call(name, {}, f"{expected}, found no object of {keys[0]}", text)
     if not _is_shallow(value, _DEEPEST):
         return _call_with_error(f"{expected}, found one that is nested more than {_DEEPEST} deep")
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
         return _call_with_error(f"{expected}, found a string or number in it that UTF-8 or JSON cannot spell")
+    if not isinstance(arguments, dict):
+        text = arguments if isinstance(arguments, str) else ""
+        return Call(name, {}, f"{expected}, found no object of {keys[0]}", text)
     return Call(name, arguments)
 
 

@@ -56,6 +56,12 @@ class Published:
         return load_merged(self.directory, self.adapter, device="cpu", dtype=torch.float32)
 
 
+class Unscored(TransformersEngine):
+    """Settings of an engine that computes no log-probs of given tokens."""
+
+    scores_tokens = False
+
+
 Loaded = Callable[[Published], Engine]
 """Function that returns an engine with a policy loaded. Each call may return the same engine."""
 

@@ -25,7 +25,8 @@ from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import Model, get_model
 from inspect_ai.scorer import Score
-from rheostat_tasks import describe, print_tasks
+from inspect_ai.scorer._scorer import unique_scorer_name
+from rheostat_tasks import check_choice, describe, print_tasks
 
 VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 """Numbers for the values that scorers of Inspect return instead of numbers."""
@@ -39,6 +40,10 @@ class Episodes:
         self.scorer = scorer
         try:
             self.task = load_task(task, file, options)
+            names: list[str] = []
+            for each in self.task.scorer or []:
+                names.append(unique_scorer_name(each, names))
+            check_choice("scorer", scorer, names)
         except Exception as error:
             raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
         # An empty evaluation imports modules for 4 seconds, which the forked processes then share.
@@ -65,7 +70,7 @@ class Episodes:
         scores = (log.samples or [])[0].scores or {}
         name = self.scorer or next(iter(scores), "")
         if name not in scores:
-            raise RuntimeError(f"the task has no scorer {name!r}. It has {', '.join(scores) or 'none'}")
+            raise RuntimeError(f"the task returned no score of the scorer {name!r}")
         return read_value(scores[name], name)
 
 

@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.manager import TaskDict
 from lm_eval.utils import handle_non_serializable, hash_string
-from rheostat_tasks import describe, print_tasks
+from rheostat_tasks import check_choice, describe, print_tasks
 
 BATCH = 16
 """Maximum number of prompts in one request, such as the choices of a question."""
@@ -49,6 +49,11 @@ class Episodes:
         self.metric, self.filter, self.apply_chat_template = metric, filter, apply_chat_template
         try:
             self.tasks = load_tasks(task, file, options)
+            for member in self.tasks.values():
+                check_choice("metric", metric, [*member.aggregation()])
+                check_choice(
+                    "filter", filter, [each["name"] for each in member.config.filter_list or [{"name": "none"}]]
+                )
         except Exception as error:
             raise ValueError(f"environment.task {task!r}: {describe(error)}") from error
 
@@ -84,22 +89,15 @@ class Episodes:
 
     def _read_score(self, samples: list[dict[str, Any]], digest: str) -> float:
         """Return the score of the only item. `samples` contains one object for each filter."""
-        chosen = [each for each in samples if each["filter"] == (self.filter or samples[0]["filter"])]
-        if not chosen:
-            raise RuntimeError(
-                f"the task has no filter {self.filter!r}. Use one of {', '.join(each['filter'] for each in samples)}"
-            )
-        [sample] = chosen
+        [sample] = [each for each in samples if each["filter"] == (self.filter or samples[0]["filter"])]
         if sample["doc_hash"] != digest:
             raise RuntimeError(
                 "the item has changed since the problems of the run were read. Restore the data of the task"
             )
         metric = self.metric or sample["metrics"][0]
-        if metric not in sample["metrics"]:
-            raise RuntimeError(f"the task has no metric {metric!r}. Use one of {', '.join(sample['metrics'])}")
         try:
             return float(sample[metric])
-        except (TypeError, ValueError):
+        except (KeyError, TypeError, ValueError):
             raise RuntimeError(f"the metric {metric!r} is not a number for each item. Choose another metric") from None
 
 

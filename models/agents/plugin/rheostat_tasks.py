@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -13,6 +13,12 @@ def describe(error: Exception) -> str:
     """Format an error as one line: its class and message, or only the message of a ValueError."""
     name = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())
+
+
+def check_choice(what: str, name: str | None, names: Sequence[str]) -> None:
+    """Raise ValueError if a task does not have the metric, filter or scorer that the setting `what` names."""
+    if name is not None and name not in names:
+        raise ValueError(f"the task has no {what} {name!r}. Use one of {', '.join(names) or 'none'}")
 
 
 def print_tasks(

@@ -149,6 +149,11 @@ class ContinuousDecoder:
         finished = call.done.result()
         return [[finished[index, sample] for sample in range(len(each.seeds))] for index, each in enumerate(requests)]
 
+    @property
+    def can_score_tokens(self) -> bool:
+        """True for every policy."""
+        return True
+
     def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
         """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each place, in any
         thread. They are computed between two decoding steps.

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,23 +191,25 @@ class ServedEngine:
         self._persist(ask)
         return [results[row] for row in range(len(prompts))]
 
+    @property
+    def can_score_tokens(self) -> bool:
+        """Whether no adapters are used on a CPU, with which vLLM crashes when it computes log-probs of prompts."""
+        return not (self._adapter_rank and any(about.platform == "cpu" for about in self._abouts.values()))
+
     def score_tokens(self, tokens: Sequence[int], top: int, /) -> SequenceScores:
         """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each position. Raises
-        BadInput if the policy suppresses tokens, because vLLM's log-probs of prompts do not exclude these tokens. Also
-        raises BadInput for adapters on a CPU, with which vLLM crashes when it computes log-probs of prompts."""
+        BadInput if the sequence is too long, or if `can_score_tokens` is false."""
         policy, owner = self._served(), self._name_context_owner()
         require_context([ModelInput.from_prompt(tokens)], 1, context=self._context(), owner=owner)
-        if policy.vision.banned:
-            raise BadInput(f"{self.producer()} computes no log-probs of prompts for policies with suppressed tokens")
-        if self._adapter_rank and any(about.platform == "cpu" for about in self._abouts.values()):
-            raise BadInput(f"{self.producer()} computes no log-probs of prompts with adapters on a CPU")
+        if not self.can_score_tokens:
+            raise BadInput(f"{self.producer()} cannot compute the log-probs of prompts with adapters on a CPU")
         if len(tokens) < 2:
             return SequenceScores((), ())
         answers: list[Scores] = []
 
         def ask(clients: Sequence[ServerClient]) -> None:
             client = clients[sum(tokens) % len(clients)]
-            answers.append(client.score_tokens(policy.digest, tokens, top))
+            answers.append(client.score_tokens(policy.digest, tokens, top, banned=policy.vision.banned))
             self._count(client, answers[-1])
             self._on_progress()
 
@@ -243,22 +246,30 @@ class ServedEngine:
         policy = self._served()
         require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
         drafts = self._open_drafts(build_rows(requests, longest=sampling.max_new_tokens), sampling)
-        self._persist(lambda clients: self._write(drafts, sampling, clients))
+        ends = [each.abandoned for each in requests if each.abandoned is not None]
+        self._persist(lambda clients: self._write(drafts, sampling, clients, ends))
         completions = iter(build_completions(drafts, policy.tokenizer, sampling.stop, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
         return build_drafts(rows, sampling, records_experts=self._records_experts)
 
-    def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
-        """Generate with the given servers until every draft (unfinished completion) is finished."""
+    def _write(
+        self,
+        drafts: list[PendingRequest],
+        sampling: SamplingConfig,
+        clients: Sequence[ServerClient],
+        ends: Sequence[threading.Event],
+    ) -> None:
+        """Generate with the given servers until every draft (unfinished completion) is finished. Raises CancelledError
+        as soon as one of the events `ends` is set."""
         while unfinished := [draft for draft in drafts if draft.finish is None]:
             groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays on one server, which computes its prompt once
                 groups.setdefault(draft.row.request, []).append(draft)
             answered = call_servers(
                 lambda client, share: self._request(
-                    [draft for group in share for draft in group], sampling, client=client
+                    [draft for group in share for draft in group], sampling, client=client, ends=ends
                 ),
                 clients,
                 list(groups.values()),
@@ -272,7 +283,12 @@ class ServedEngine:
         )
 
     def _request(
-        self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
+        self,
+        drafts: Sequence[PendingRequest],
+        sampling: SamplingConfig,
+        *,
+        client: ServerClient,
+        ends: Sequence[threading.Event],
     ) -> tuple[ServerClient, RequestDone]:
         """Request the missing tokens of drafts (unfinished completions). Return the client and its step sums."""
         for draft in drafts:
@@ -284,6 +300,8 @@ class ServedEngine:
         with closing(stream) as answers:
             for answer in answers:
                 self._on_progress()
+                if any(end.is_set() for end in ends):
+                    raise CancelledError
                 if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(

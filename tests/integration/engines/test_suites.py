@@ -21,9 +21,8 @@ from rheostat.models.agents.runtime import describe_agent
 from rheostat.models.commands.preflight import Inputs, check
 from rheostat.models.config.agents import InspectEnvironment, LmEvalEnvironment
 from rheostat.models.config.data import InspectData, LmEvalData
-from rheostat.models.config.engines import SamplingConfig, TransformersEngine, VllmEngine
+from rheostat.models.config.engines import SamplingConfig, TransformersEngine
 from rheostat.models.config.policy import DirectoryPolicy
-from rheostat.models.config.rollout import RolloutConfig
 from rheostat.models.data.problems import load_problems
 from rheostat.models.engines.local.engine import HuggingFaceEngine
 from rheostat.models.records.model_input import ModelInput
@@ -35,7 +34,6 @@ from rheostat.tasks.run.keys import evaluation_key
 from tests.support.episodes import Episodes
 from tests.support.jobs import ROOT
 from tests.support.policies import write_chat_policy
-from tests.support.seeing import publish_seeing
 
 pytestmark = [pytest.mark.suites, pytest.mark.timeout(600)]
 SUITES = Path(__file__).parents[2] / "support" / "suites"
@@ -114,18 +112,11 @@ def test_the_items_of_a_group_are_scored_by_their_tasks_which_take_turns(episode
     assert rewards_of(rows)[2] == rewards_of(single)[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"metric": "acc_nrom"}, "the task has no metric 'acc_nrom'. Use one of acc, acc_norm"),
-        ({"filter": "strict"}, "the task has no filter 'strict'. Use one of none"),
-        ({"options": {"description": "x " * 2000}}, "maximum context length"),
-    ],
-)
-def test_an_item_that_cannot_be_scored_fails_with_a_reason(episodes, settings, expected):
-    data = LmEvalData(**WORDS, options=settings.get("options", {}))
-    [error] = errors_of(play(episodes, data, LmEvalEnvironment(**WORDS, **LIMITS, **settings)))
-    assert expected in error
+def test_an_item_that_exceeds_the_context_fails_with_a_reason(episodes):
+    options = {"description": "x " * 2000}
+    data, environment = LmEvalData(**WORDS, options=options), LmEvalEnvironment(**WORDS, **LIMITS, options=options)
+    [error] = errors_of(play(episodes, data, environment))
+    assert "maximum context length" in error
 
 
 def test_an_item_that_has_changed_since_it_was_read_fails(episodes):
@@ -149,17 +140,32 @@ def test_the_scores_of_inspect_are_those_of_the_policys_answers(episodes):
     assert rewards_of(rows) == [len(row["messages"][-1]["content"]) for row in rows]
 
 
+def test_a_sample_that_cannot_be_scored_fails_with_a_reason(episodes):
+    options = {"fails": True}
+    data, environment = (
+        InspectData(**LETTERS, options=options),
+        InspectEnvironment(**LETTERS, **LIMITS, options=options),
+    )
+    [error] = errors_of(play(episodes, data, environment))
+    assert "no tests were found" in error
+
+
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("environment", "expected"),
     [
-        ({"scorer": "lenght"}, "the task has no scorer 'lenght'. It has includes, length"),
-        ({"options": {"fails": True}}, "no tests were found"),
+        (LmEvalEnvironment(**WORDS, metric="acc_nrom"), "the task has no metric 'acc_nrom'. Use one of acc, acc_norm"),
+        (LmEvalEnvironment(**WORDS, filter="strict"), "the task has no filter 'strict'. Use one of none"),
+        (
+            InspectEnvironment(**LETTERS, scorer="lenght"),
+            "the task has no scorer 'lenght'. Use one of includes, length",
+        ),
     ],
 )
-def test_a_sample_that_cannot_be_scored_fails_with_a_reason(episodes, settings, expected):
-    data = InspectData(**LETTERS, options=settings.get("options", {}))
-    [error] = errors_of(play(episodes, data, InspectEnvironment(**LETTERS, **LIMITS, **settings)))
-    assert expected in error
+def test_a_score_that_does_not_exist_is_refused_before_the_run(environment, expected, tmp_path):
+    hosts = AgentHosts(*describe_agent(environment), tmp_path)
+    with pytest.raises(BadInput, match=re.escape(expected)):
+        hosts.check()
+    hosts.close()
 
 
 @pytest.mark.parametrize(
@@ -195,21 +201,30 @@ def test_a_task_that_cannot_be_loaded_is_named_in_one_line(kind, fields, expecte
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("sees", "needs the log-probs"), ("reads", "attention heads")])
-def test_likelihoods_are_refused_before_a_run_whose_engine_cannot_compute_them(episodes, policy, expected, tmp_path):
-    """A policy that reads only text reaches the check of its heads, which are too small for vLLM."""
-    publish_seeing(str(tmp_path / "run"), tmp_path / "sees")
+@pytest.mark.parametrize("task", ["words", "words_gen"])
+@pytest.mark.parametrize("engine", ["target", "transformers"])
+def test_likelihoods_are_refused_before_a_run_whose_engine_cannot_compute_them(episodes, task, engine):
+    tables = {"task": task, "file": SUITES / f"{task}.yaml"}
+    target = {"target": "tests.support.engines:Unscored"} if engine == "target" else {}
     config = RunConfig(
         iterations=0,
-        policy=DirectoryPolicy(path=episodes.policy if policy == "reads" else tmp_path / "sees"),
-        data=LmEvalData(**WORDS),
-        rollout=RolloutConfig(environment=LmEvalEnvironment(**WORDS, **LIMITS), engine=VllmEngine(), prompts=1),
+        policy=DirectoryPolicy(path=episodes.policy),
+        data=LmEvalData(**tables),
+        rollout={
+            "environment": LmEvalEnvironment(**tables, **LIMITS),
+            "engine": {"kind": engine, **target},
+            "sampling": {"max_new_tokens": 900},
+            "prompts": 1,
+        },
         scoring={"rewards": [{"kind": "environment"}]},
         evaluation={"problems": 4},
     )
-    with pytest.raises(BadInput, match=expected) as refused:
-        check(Inputs.model_validate_json(config.model_dump_json()))
-    assert ("Set rollout.engine.kind = 'transformers'" in str(refused.value)) is (expected == "needs the log-probs")
+    inputs = Inputs.model_validate_json(config.model_dump_json())
+    if (task, engine) == ("words", "target"):
+        with pytest.raises(BadInput, match="Set rollout.engine.kind = 'transformers' or 'vllm'"):
+            check(inputs)
+    else:
+        check(inputs)
 
 
 @pytest.mark.parametrize(("suite", "items"), [("choices", 40), ("sums", 40), ("letters", 30)])

@@ -19,6 +19,8 @@ from rheostat.models.rollouts.groups import Group
         (2, (2.0, {})),
         ({}, (None, {})),
         ({"reward": 0.5}, (0.5, {})),
+        (True, (1.0, {})),
+        ({"reward": False, "rewards": {"0": True}}, (0.0, {0: 1.0})),
         ({"reward": None, "rewards": {"0": 1, "12": -0.5}}, (None, {0: 1.0, 12: -0.5})),
     ],
 )
@@ -29,17 +31,15 @@ def test_rewards_are_read_from_the_result_of_an_agent(result, expected):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (True, "must return None, a number or an object, but it returned True"),
         ("1", "must return None, a number or an object, but it returned '1'"),
         ([1], r"must return None, a number or an object, but it returned \[1\]"),
         (float("nan"), "the result of the agent must be a finite number, but it is nan"),
         (10**400, "the result of the agent must be a finite number"),
         ({"reward": "1"}, "reward of the agent must be a finite number, but it is '1'"),
-        ({"reward": False}, "reward of the agent must be a finite number, but it is False"),
         ({"score": 1}, "unknown key 'score'"),
-        ({"rewards": {"first": 1}}, "keys are numbers of requests"),
-        ({"rewards": {"-1": 1}}, "keys are numbers of requests"),
-        ({"rewards": [1]}, "keys are numbers of requests"),
+        ({"rewards": {"first": 1}}, "keys are the numbers of turns"),
+        ({"rewards": {"-1": 1}}, "keys are the numbers of turns"),
+        ({"rewards": [1]}, "keys are the numbers of turns"),
         ({"rewards": {"0": None}}, r"rewards\[0\] of the agent must be a finite number"),
     ],
 )

@@ -5,6 +5,7 @@ import math
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import httpx
@@ -250,16 +251,18 @@ def test_a_repeat_takes_over_the_answer_of_a_closed_connection():
         assert [each.json()["choices"][0]["message"]["content"] for each in answers] == ["a", "b"]
 
 
-def test_a_request_whose_connection_was_closed_counts_as_open_until_it_is_sampled():
+def test_a_request_waits_for_answers_whose_connection_was_closed():
     with open_door("a", "b", limits=limits(concurrent=1)) as opened:
         opened.policy.gate.clear()
         with pytest.raises(httpx.ReadTimeout):
             opened.client.post("/chat/completions", json={"messages": [user("Hi.")]}, timeout=0.3)
         wait_until(lambda: guest_of(opened).num_open == 0)
-        assert error_of(opened.chat(user("More."))) == (429, "rate_limit_exceeded")
-        opened.policy.gate.set()
-        wait_until(lambda: not guest_of(opened).unfinished)
-        assert opened.chat(user("More.")).status_code == 200
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(opened.chat, user("More."))
+            wait_until(lambda: guest_of(opened).num_open == 1)
+            assert opened.episode.record.num_requests == 1
+            opened.policy.gate.set()
+            assert waiting.result(20).json()["choices"][0]["message"]["content"] == "b"
 
 
 def test_an_error_is_not_kept_for_a_repeat():
@@ -301,17 +304,29 @@ def test_limits_of_an_episode_are_errors_with_a_code():
         assert "maximum context length is 4 tokens" in refused.json()["error"]["message"]
 
 
-def test_more_open_requests_than_allowed_are_repeated_later():
-    with open_door("a", limits=limits(concurrent=1)) as opened:
+def test_more_requests_than_are_answered_at_the_same_time_wait(monkeypatch):
+    monkeypatch.setattr(rheostat.models.agents.door, "MAX_OPEN", 6)
+    with open_door(*"abcdef", limits=limits(concurrent=2)) as opened, ThreadPoolExecutor(6) as pool:
         opened.policy.gate.clear()
-        thread = threading.Thread(target=opened.chat, args=(user("Hi."),))
-        thread.start()
-        wait_until(lambda: opened.episode.record.num_requests == 1)
+        answers = [pool.submit(opened.chat, user(f"Hi {number}.")) for number in range(6)]
+        wait_until(lambda: guest_of(opened).num_open == 6 and opened.episode.record.num_requests == 2)
         refused = opened.chat(user("More."))
         assert error_of(refused) == (429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] == "1"
         opened.policy.gate.set()
-        thread.join(20)
+        found = {answer.result(20).json()["choices"][0]["message"]["content"] for answer in answers}
+        assert found == {*"abcdef"}
+
+
+def test_requests_that_wait_end_with_their_episode():
+    with open_door(*"ab", limits=limits(concurrent=1)) as opened, ThreadPoolExecutor(2) as pool:
+        opened.policy.gate.clear()
+        answers = [pool.submit(opened.chat, user(f"Hi {number}.")) for number in range(2)]
+        wait_until(lambda: guest_of(opened).num_open == 2 and opened.episode.record.num_requests == 1)
+        opened.door.dismiss(opened.key)
+        assert [error_of(answer.result(20)) for answer in answers] == [(409, "episode_ended")] * 2
+        assert opened.episode.record.num_requests == 1
+        opened.policy.gate.set()
 
 
 def test_the_end_of_an_episode_ends_its_open_requests():

@@ -114,6 +114,7 @@ async def score_tokens(serving: Serving, scoring: Scoring) -> dict[str, object]:
     probable tokens in its place in descending order (`best`, as pairs of token and log-prob). Raises Refused if the
     server serves another policy or vLLM refuses the request."""
     serving.require(scoring.digest)
+    await serving.ban(scoring.banned)
     tasks: list[asyncio.Task[RequestOutput]] = []
     async with _end_tasks(serving, tasks, num_requests=1):
         outputs = await _submit(serving, _next_name(), Prompt(scoring.tokens), _prompt_scoring(scoring.top))
@@ -131,6 +132,8 @@ async def _collect(outputs: Outputs, *, digest: str) -> RequestOutput:
     """Return the only output of a request. Raises Refused if weights were loaded in the meantime."""
     [output] = [output async for output in outputs]
     _require_version(output.outputs[0], digest)
+    if output.outputs[0].finish_reason == "abort":
+        raise Refused("the request was aborted, because weights were loaded in the meantime", status=409, digest="")
     return output
 
 

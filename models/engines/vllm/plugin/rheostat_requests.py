@@ -101,6 +101,7 @@ class Scoring:
     digest: str
     tokens: Tokens
     top: Annotated[int, Field(ge=0)]
+    banned: list[int]
 
 
 @dataclass(frozen=True, slots=True)

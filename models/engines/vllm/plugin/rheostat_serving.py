@@ -50,6 +50,7 @@ class Serving:
         self._fingerprints: list[str] = []
         self._adapters = 0
         self._asleep = False
+        self._banned: list[int] = []
 
     async def about(self) -> dict[str, object]:
         """Return the server settings that affect its results, such as precision, as JSON fields."""
@@ -72,6 +73,13 @@ class Serving:
                 status=409,
                 digest=self.digest,
             )
+
+    async def ban(self, tokens: list[int]) -> None:
+        """Give tokens probability 0 in the log-probs of prompts. These are properties of the served policy, so a new
+        list replaces the former one."""
+        if tokens != self._banned:
+            await self.engine.collective_rpc("rheostat_ban", args=(tokens,))
+            self._banned = tokens
 
     async def verify_digest(self) -> str:
         """Return the digest of the served policy, or an empty string if the parameters have changed since they were

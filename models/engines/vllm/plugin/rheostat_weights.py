@@ -20,6 +20,7 @@ class Weights:
     class, and the gateway calls the methods on every rank."""
 
     rheostat_noted: ExpertRecorder | None = None
+    rheostat_banned: Tensor | None = None
 
     def rheostat_load(self, files: list[str]) -> None:
         """Replace the values of all parameters by tensors from safetensors files. The layout and storage of the
@@ -40,6 +41,22 @@ class Weights:
         changed. For a matrix packed for a CPU, the sample is its product with a fixed vector instead of its values."""
         samples = [_sample(tensor) for tensor in served_tensors(self.get_model())]  # type: ignore[attr-defined]
         return blake3(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
+
+    def rheostat_ban(self, tokens: list[int]) -> None:
+        """Give tokens probability 0 in all log-probs that the model computes from now on. The bias of a request does
+        the same for sampled tokens, but not for log-probs of prompts."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        if self.rheostat_banned is None:
+            compute_logits = model.compute_logits
+
+            def compute_allowed_logits(*inputs: object) -> Tensor | None:
+                logits: Tensor | None = compute_logits(*inputs)
+                if logits is not None and self.rheostat_banned is not None:
+                    logits[:, self.rheostat_banned.to(logits.device)] = -torch.inf
+                return logits
+
+            model.compute_logits = compute_allowed_logits
+        self.rheostat_banned = torch.tensor(tokens, dtype=torch.long)
 
     def rheostat_expert_layers(self) -> list[int]:
         """Return the layer numbers of the model's mixture-of-experts layers."""
