@@ -83,10 +83,10 @@ class _Guest:
     def __post_init__(self) -> None:
         self.sampling = asyncio.Semaphore(self.episode.limits.concurrent)
 
-    def check_room(self, num_bytes: int = 0) -> None:
-        """Raise RefusedRequest with status 429 if there are too many open requests, or if their bodies and another one
-        of `num_bytes` bytes are too large."""
-        if self.num_open >= MAX_OPEN or self.num_bytes + num_bytes > MAX_OPEN_BYTES:
+    def check_room(self, *, requests: int = 0, num_bytes: int = 0) -> None:
+        """Raise RefusedRequest with status 429 if there are too many open requests together with this number of new
+        ones, or if their bodies are too large together with `num_bytes` more bytes."""
+        if self.num_open + requests > MAX_OPEN or self.num_bytes + num_bytes > MAX_OPEN_BYTES:
             raise RefusedRequest(
                 f"the episode may have {MAX_OPEN} open requests, with {MAX_OPEN_BYTES >> 20} MiB together. Send this "
                 "request again later",
@@ -231,7 +231,7 @@ class Door:
             remedy = _REMEDIES.get(path, f"The routes are POST {', '.join(_ROUTES)}, and GET /v1/models")
             raise RefusedRequest(f"{method} {path:.80} is not served. {remedy}", status=404, code="not_found")
         kind, answer_request = _ROUTES[path]
-        guest.check_room()
+        guest.check_room(requests=1)
         guest.num_open += 1
         size = 0
         try:
@@ -239,7 +239,7 @@ class Door:
                 body = await read_body(
                     scope, receive, max_bytes=MAX_BODY_BYTES, seconds=BODY_SECONDS, total_seconds=BODY_TOTAL_SECONDS
                 )
-            guest.check_room(len(body))
+            guest.check_room(num_bytes=len(body))
             size = len(body)
             guest.num_bytes += size
             request, digest = read_request(body, kind), _digest(path.encode() + b"\0" + body)

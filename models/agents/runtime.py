@@ -94,8 +94,9 @@ class AgentRuntime:
             if next(num_runs):
                 journal.delete()  # the engine had generated with other weights
             guarded = GuardedGenerate(generate, self._clock)
-            can_score = isinstance(interleaving, ScoresTokens) and interleaving.can_score_tokens
-            score = guarded.guard_scores(interleaving) if can_score else None
+            score: ScoreTokens | None = None
+            if isinstance(interleaving, ScoresTokens) and interleaving.can_score_tokens:
+                score = guarded.guard_scores(interleaving)
             sampler = TurnSampler(guarded, work.sampling, work.policy.version, score)
             settings, head = self._settings, ReplyHead(MODEL, created=0)
             episodes = AgentEpisodes(

@@ -230,6 +230,47 @@ class Counter:
         return self.count
 
 
+class Helped:
+    """Agent whose object has started a helper process, which every call uses."""
+
+    def __init__(self):
+        self.helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+
+    def __call__(self, problem, base_url, api_key):
+        """Return whether the helper runs."""
+        os.kill(self.helper.pid, 0)
+        return True
+
+
+def act(problem, base_url, api_key):
+    """Agent without turns that does what the problem says, and returns 1."""
+    match problem["do"]:
+        case "write":
+            Path(problem["path"]).touch()
+        case "sleep":
+            time.sleep(3600)
+        case "nest":
+            nested = 1
+            for _ in range(300):
+                nested = [nested]
+            return nested
+        case "daemon":  # a process that leaves the session and is the parent of another process
+            child = f"subprocess.Popen([sys.executable, *{_sleeper(problem)}])"
+            code = f"import subprocess, sys, time; {child}; time.sleep(3600)"
+            subprocess.Popen([sys.executable, "-c", code, problem["mark"]], start_new_session=True)
+            time.sleep(1)
+        case "lose":  # the process that started it, while a process of its own runs
+            subprocess.Popen([sys.executable, *_sleeper(problem)], start_new_session=True)
+            time.sleep(0.5)
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(3600)
+    return 1
+
+
+def _sleeper(problem):
+    return ["-c", "import time; time.sleep(3600)", problem["mark"]]
+
+
 def nap(problem, base_url, api_key, seconds=1.0):
     """Agent that sleeps between two turns."""
     messages = [user(problem["prompt"])]

@@ -56,8 +56,8 @@ def require_scores(engine, policy, sequences, suppressed=()):
     for tokens, scores in zip(sequences, found, strict=True):
         with torch.inference_mode():
             logits_TV = model(torch.tensor([tokens])).logits[0, :-1]
-        logits_TV[:, list(suppressed)] = -torch.inf
-        expected_TV = logits_TV.log_softmax(dim=-1)
+            logits_TV[:, list(suppressed)] = -torch.inf
+            expected_TV = logits_TV.log_softmax(dim=-1)
         expected = expected_TV.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
         np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE)
         best = expected_TV.topk(TOP, dim=1)

@@ -9,10 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from rheostat.infra.errors import BadInput
+from rheostat.infra.errors import BadInput, WorkerLost
 from rheostat.infra.store.shards import read_shard
 from rheostat.models.agents.runtime import check_agent
 from rheostat.models.config.agents import AgentEnvironment
+from rheostat.models.engines.local.continuous import ContinuousDecoder
 from tests.support.chat_templates import tokenizer_of
 from tests.support.episodes import agent, chat_episodes, errors_of, forward_logprobs
 
@@ -144,6 +145,18 @@ def test_a_killed_worker_loses_no_ended_episode_and_no_answered_request(agents, 
     undisturbed = agents.play_rows(settings)
     assert [row["completion_tokens"] for row in rows] == [row["completion_tokens"] for row in undisturbed]
     assert {turn["replayed"] for row in undisturbed for turn in row["turns"]} == {False}
+
+
+def test_an_error_of_the_engine_is_raised_and_ends_no_episode(agents, monkeypatch):
+    """The agents fail at once, because their requests do."""
+
+    def generate(*_):
+        raise WorkerLost("the engine is lost")
+
+    monkeypatch.setattr(ContinuousDecoder, "generate", generate)
+    with pytest.raises(WorkerLost, match="the engine is lost"):
+        agents.play(agent())
+    assert [entry.key for entry in agents.store.entries("episodes/") if entry.key.endswith("end.json")] == []
 
 
 def test_an_object_of_a_class_serves_all_episodes_each_in_a_copy(agents):

@@ -221,7 +221,7 @@ def test_likelihoods_are_refused_before_a_run_whose_engine_cannot_compute_them(e
     )
     inputs = Inputs.model_validate_json(config.model_dump_json())
     if (task, engine) == ("words", "target"):
-        with pytest.raises(BadInput, match="Set rollout.engine.kind = 'transformers' or 'vllm'"):
+        with pytest.raises(BadInput, match=r"Set rollout\.engine\.kind = 'transformers' or 'vllm'"):
             check(inputs)
     else:
         check(inputs)

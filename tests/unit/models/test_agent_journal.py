@@ -51,6 +51,21 @@ def test_an_answer_is_used_if_sampling_with_the_present_limit_could_give_it(stor
     assert (answers.find("request", max_tokens=max_tokens) is not None) == is_found
 
 
+@pytest.mark.parametrize("content", [b"", b'{"tokens": [1, 2], "logpr'])
+def test_objects_that_a_power_failure_has_damaged_are_deleted_and_recorded_again(store, work, content, caplog):
+    answer = Completion((4,), (-0.5,), "text", FinishReason.STOP)
+    EpisodeJournal(store, work, SETTINGS).answers_of("2-0").add("request", answer)
+    [entry] = store.entries("episodes/")
+    for key in (entry.key, f"{entry.key.rpartition('/')[0]}/end.json"):
+        store.delete(key)
+        store.put(key, content)
+    journal = EpisodeJournal(store, work, SETTINGS)
+    assert journal.answers_of("2-0").find("request", max_tokens=9) is None
+    assert journal.ended == {} and store.entries("episodes/") == [] and "is damaged" in caplog.text
+    journal.answers_of("2-0").add("request", answer)
+    assert EpisodeJournal(store, work, SETTINGS).answers_of("2-0").find("request", max_tokens=9) == answer
+
+
 def test_ended_episodes_are_read_back_and_the_journal_is_deleted(store, work):
     record = EpisodeRecord()
     number = record.open_turn(record.place_after(None, [1, 2]), seed=3)

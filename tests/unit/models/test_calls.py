@@ -88,6 +88,7 @@ def test_text_without_calls_stays_as_it_is(text):
         ('{"name": "add", "arguments": {"a": NaN}}', "number.* NaN"),
         ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "9{20}$"),
         ('{"name": "add", "arguments": {"a": "\\ud800"}}', "UTF-8"),
+        ('{"name": "add", "arguments": "\\ud800"}', "UTF-8"),
         ('{"name": "add", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}", "32 deep"),
         ("[" * 100000, "too deeply"),
         ("", "'</tool_call> <tool_c'.*value"),

@@ -318,6 +318,58 @@ def test_more_requests_than_are_answered_at_the_same_time_wait(monkeypatch):
         assert found == {*"abcdef"}
 
 
+def test_a_request_whose_client_gave_up_while_it_waited_is_answered_to_the_repeated_request():
+    with open_door(*"ab", limits=limits(concurrent=1)) as opened, ThreadPoolExecutor(1) as pool:
+        opened.policy.gate.clear()
+        first = pool.submit(opened.chat, user("Hi."))
+        wait_until(lambda: opened.episode.record.num_requests == 1)
+        body = {"messages": [user("More.")]}
+        with pytest.raises(httpx.ReadTimeout):
+            opened.client.post("/chat/completions", json=body, timeout=0.3)
+        wait_until(lambda: guest_of(opened).num_open == 1)
+        opened.policy.gate.set()
+        assert first.result(20).status_code == 200
+        answer = opened.client.post("/chat/completions", json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == "b"
+        assert (opened.episode.record.num_requests, guest_of(opened).num_refused) == (2, 0)
+
+
+def test_a_stream_whose_request_waits_contains_comments(monkeypatch):
+    monkeypatch.setattr(rheostat.models.agents.door, "WAIT_SECONDS", 0.05)
+    with open_door(*"ab", limits=limits(concurrent=1)) as opened, ThreadPoolExecutor(1) as pool:
+        opened.policy.gate.clear()
+        first = pool.submit(opened.chat, user("Hi."))
+        wait_until(lambda: opened.episode.record.num_requests == 1)
+        threading.Timer(0.3, opened.policy.gate.set).start()
+        assert opened.chat(user("More."), stream=True).text.startswith(": wait\n\n")
+        assert first.result(20).status_code == 200
+
+
+def test_bodies_of_open_requests_are_limited_together(monkeypatch):
+    monkeypatch.setattr(rheostat.models.agents.door, "MAX_OPEN_BYTES", 1500)
+    with open_door(*"abc", limits=limits(concurrent=1)) as opened, ThreadPoolExecutor(1) as pool:
+        opened.policy.gate.clear()
+        first = pool.submit(opened.chat, user("x" * 1000))
+        wait_until(lambda: guest_of(opened).num_bytes > 1000)
+        assert error_of(opened.chat(user("y" * 1000))) == (429, "rate_limit_exceeded")
+        opened.policy.gate.set()
+        assert first.result(20).status_code == 200
+        wait_until(lambda: guest_of(opened).num_bytes == 0)
+        assert opened.chat(user("y" * 1000)).status_code == 200
+
+
+def test_prompts_without_sampling_are_limited_like_turns():
+    episode = OpenEpisode(seed=1, limits=limits(requests=3))
+    episode.count_scored(2)
+    episode.count_scored(1)
+    with pytest.raises(RefusedRequest, match="may send 3 prompts without sampling"):
+        episode.count_scored(1)
+    cut = OpenEpisode(seed=1, limits=limits(requests=3))
+    cut.cut()
+    with pytest.raises(RefusedRequest, match="continues in a later iteration"):
+        cut.count_scored(1)
+
+
 def test_requests_that_wait_end_with_their_episode():
     with open_door(*"ab", limits=limits(concurrent=1)) as opened, ThreadPoolExecutor(2) as pool:
         opened.policy.gate.clear()

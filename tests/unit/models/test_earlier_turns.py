@@ -71,6 +71,26 @@ def store(episode, begun=0):
     return fill(record, DRAFT, ending, decode=decode)
 
 
+def cut_after(tokens):
+    """Return the stored completion of an episode whose only turn was cut after a number of tokens."""
+    episode = open_episode(budget=tokens)
+    assert Policy(0).is_cut(episode, None, [5])
+    return store(episode)
+
+
+class Journal:
+    """Answers of an episode, in memory."""
+
+    def __init__(self):
+        self.found = {}
+
+    def find(self, request, /, *, max_tokens):
+        return self.found.get(request)
+
+    def add(self, request, completion, /):
+        self.found[request] = completion
+
+
 def tokens_of(episode):
     return [turn.tokens for turn in episode.record.turns()]
 
@@ -210,6 +230,19 @@ def test_a_stored_turn_does_not_follow_a_younger_turn():
     for parent, context in ((None, [5]), (0, [20])):
         Policy(1).sample(again, parent, context)
     assert [turn.segments for turn in again.record.turns()] == [(Segment(1, 4),)] * 2
+
+
+def test_a_recorded_answer_is_not_added_to_the_stored_beginning_of_another_turn():
+    """The answer was recorded by a run of the program whose limit was too small for the stored beginning."""
+    journal, draft = Journal(), cut_after(3)
+    first = open_episode(draft)
+    first.answers = journal
+    Policy(1, length=2).sample(first, None, [5], SamplingWish(max_tokens=2))
+    assert len(journal.found) == 1
+    again, policy = open_episode(draft), Policy(1)
+    again.answers = journal
+    assert policy.sample(again, None, [5]).turn.tokens == (6, 7, 8, END)
+    assert len(policy.requests) == 1
 
 
 def test_equal_requests_get_different_stored_turns():
