@@ -154,7 +154,7 @@ class Likelihoods(RequestDone):
     logprobs: Base64Bytes
 
 
-class Scores(RequestDone):
+class PromptScores(RequestDone):
     """Response with the log-probs of the tokens of a sequence after the first one, the most probable tokens in the
     place of each, and the sums over decoding steps."""
 
@@ -263,11 +263,11 @@ class ServerClient:
             )
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
-    def score_tokens(self, digest: str, tokens: Sequence[int], top: int, *, banned: list[JsonValue]) -> Scores:
+    def score_tokens(self, digest: str, tokens: Sequence[int], top: int, *, banned: list[JsonValue]) -> PromptScores:
         """Return the log-probs of the tokens of a sequence, and the `top` most probable tokens at each position. Tokens
         in `banned` have probability 0. Raises StaleWeights if the server does not serve the policy `digest`."""
         body: dict[str, JsonValue] = {"digest": digest, "tokens": [*tokens], "top": top, "banned": banned}
-        scores = self._read("POST", "/rheostat/score", Scores, body=body)
+        scores = self._read("POST", "/rheostat/score", PromptScores, body=body)
         if (len(scores.logprobs), len(scores.best)) != (len(tokens) - 1,) * 2:
             raise WorkerFailed(f"{self} returned {len(scores.logprobs)} log-probs for {len(tokens)} tokens")
         return scores

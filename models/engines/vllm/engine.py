@@ -30,8 +30,8 @@ from rheostat.models.engines.requests import (
 )
 from rheostat.models.engines.vllm.client import (
     CompletionRequest,
+    PromptScores,
     RequestDone,
-    Scores,
     ServerClient,
     ServerInfo,
     StaleWeights,
@@ -205,7 +205,7 @@ class ServedEngine:
             raise BadInput(f"{self.producer()} cannot compute the log-probs of prompts with adapters on a CPU")
         if len(tokens) < 2:
             return SequenceScores((), ())
-        answers: list[Scores] = []
+        answers: list[PromptScores] = []
 
         def ask(clients: Sequence[ServerClient]) -> None:
             client = clients[sum(tokens) % len(clients)]
