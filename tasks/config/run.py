@@ -198,10 +198,11 @@ class RunConfig(Settings):
         for where, data, environment in (("data", self.data, own), *suites):
             for reason in environment.find_data_conflicts(data, where) if environment else ():
                 raise ValueError(reason)
-            if environment is None and data.is_evaluation_only and where != "data":
+            has_tasks = environment is not None and environment.label == data.label
+            if data.is_evaluation_only and not has_tasks and where != "data":
                 raise ValueError(
-                    f"{where}.kind = {data.label!r} needs an environment that runs its tasks, but the suite has none. "
-                    f"Set environment.kind = {data.label!r} in the suite, with the same task"
+                    f"{where}.kind = {data.label!r} needs an environment that runs its tasks. Set environment.kind = "
+                    f"{data.label!r} in the suite, with the same task"
                 )
         if self.data.is_evaluation_only and self.iterations > 0:
             raise ValueError(
