@@ -1,9 +1,11 @@
 """The runner of `.ci/run` and `make nightly`: its table, its exit codes, and how it resumes after an interrupt."""
 
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,17 @@ def test_a_change_of_an_untracked_file_runs_every_part_again(start, tmp_path):
         with start("true") as runner:
             runner.communicate()
     assert len(lines_of(tmp_path / "starts-first")) == 2
+
+
+def test_every_file_with_system_tests_belongs_to_one_part_of_the_nightly_suite():
+    home = PARTS.parents[1]
+    suites = tomllib.loads(PARTS.with_name("suites.toml").read_text())
+    names = [name for lane in suites["suite"]["nightly"]["lanes"] for name in lane if name.startswith("system")]
+    places = [
+        {path for word in re.findall(r"tests/[^ ']+", suites["part"][name]) for path in home.glob(word)}
+        for name in names
+    ]
+    for file in (home / "tests").rglob("test_*.py"):
+        if re.search(r"mark\.system\b", file.read_text()):
+            found = [sum(file.is_relative_to(path) for path in part) for part in places]
+            assert sorted(found) == [0] * (len(names) - 1) + [1], file
