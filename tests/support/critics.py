@@ -16,4 +16,4 @@ start_critic = partial(start_worker, algorithm=ALGORITHM)
 def critic_work(uri: str, policy: ModelVersion, critic: ModelVersion, **changes) -> UpdateWork:
     """Return the work of an update on samples with values and returns; `changes` are other fields of the work."""
     work = update_work(uri, policy, critic=True)
-    return replace(work, **{"iteration": policy.version + 1, "total_iterations": 3, "critic": critic} | changes)
+    return replace(work, **{"iteration": policy.version + 1, "critic": critic} | changes)

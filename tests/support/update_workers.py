@@ -82,14 +82,16 @@ def join_alone(worker: UpdateWorker) -> None:
 
 
 def update_work(uri: str, policy: ModelVersion, *, reference: ModelVersion | None = None, **samples) -> UpdateWork:
-    """Return the work of an update of a policy on random samples; `samples` are options of `write_samples`."""
+    """Return the work of an update of a policy on random samples; `samples` are options of `write_samples`. It is the
+    last update of its run, so that it ends when its optimizer state is stored and another worker can continue from
+    it. Earlier updates write their states in the background."""
     shard = write_samples(f"{uri}/run", **{"seed": policy.version} | samples)
     return UpdateWork(
         iteration=policy.version,
         policy=policy,
         reference=reference or policy,
         samples=(shard,),
-        total_iterations=2,
+        total_iterations=policy.version + 1,
         seed=policy.version,
         kl_coefficient=0.1,
     )
