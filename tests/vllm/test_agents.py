@@ -85,9 +85,12 @@ def test_suppressed_tokens_have_probability_0_in_log_probs_of_prompts(engine, po
     changed = publish_changed(
         tmp_path, policy, lambda folder: (folder / "generation_config.json").write_text(json.dumps(suppress))
     )
+    requests, sampling = [request(row, 4, group=4) for row in range(4)], SamplingConfig(max_new_tokens=8)
+    before = engine.generate(requests, sampling)
     engine.load(changed.directory, changed.version)
-    require_scores(engine, changed, [sequence(9)], suppressed)
+    require_scores(engine, changed, [sequence(9), [5, 6, suppressed[0], 7]], suppressed)
     engine.load(policy.directory, policy.version)
+    assert engine.generate(requests, sampling) == before, "the next policy may generate all tokens"
     require_scores(engine, policy, [sequence(9)])
 
 

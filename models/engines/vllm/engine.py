@@ -214,7 +214,9 @@ class ServedEngine:
             self._on_progress()
 
         self._persist(ask)
-        if not np.isfinite(answers[-1].logprobs).all():
+        banned = {*policy.vision.banned}  # these tokens have the log-prob -inf
+        scored = zip(tokens[1:], answers[-1].logprobs, strict=True)
+        if not np.isfinite([logprob for token, logprob in scored if token not in banned]).all():
             raise Quarantined(f"policy {self._digest()} computed NaN or infinite log-probs of a prompt")
         return SequenceScores(answers[-1].logprobs, answers[-1].best)
 

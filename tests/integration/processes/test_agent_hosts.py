@@ -1,6 +1,7 @@
 """Processes that start agents: what happens to agents, helpers and results if processes end at a bad time."""
 
 import os
+import select
 import signal
 import time
 import uuid
@@ -63,12 +64,10 @@ def test_a_result_that_was_sent_before_the_process_of_the_agents_was_killed_is_k
     start(hosts, "slow", "sleep")
     wait_until_ready(hosts)
     start(hosts, "fast", "write", path=str(tmp_path / "done"))
-    until = time.monotonic() + 60
-    while not (tmp_path / "done").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(1)  # the result is in the pipe
-    os.kill(hosts._hosts[""].child.pid, signal.SIGKILL)
-    time.sleep(1)  # its end and the result are read together
+    child = hosts._hosts[""].child
+    assert select.select([child.output], [], [], 60)[0], "the result was not sent"
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its end and the result are read together
     ends = wait(hosts, 2)
     assert (ends["fast"].result, ends["fast"].is_lost) == (1, False)
     assert ends["slow"].is_lost

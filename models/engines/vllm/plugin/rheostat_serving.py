@@ -132,6 +132,7 @@ class Serving:
         # vLLM's image caches do not depend on the weights, so outputs of the old vision tower must be dropped first.
         await self.engine.pause_generation(mode=mode, clear_cache=True)
         try:
+            await self.ban([])  # the next policy may generate tokens that this one must not
             await self._wake("weights")
             keeps_base = weights.digest == base and await self._fingerprint() == self._fingerprints
             num_bytes = 0 if keeps_base else await self._load_weights(weights)
