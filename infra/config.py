@@ -361,9 +361,15 @@ def describe_difference(
     """Describe which settings differ between two configurations, each with its old and new value. Settings whose dotted
     keys are in `ignored` are omitted. At most `shown` settings are listed, followed by the number of the others."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in ignored]
+    keys = [key for key in changed_keys(old, new) if key not in ignored]
     parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
     return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
+
+
+def changed_keys(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> list[str]:
+    """Return the dotted keys of the settings that differ between two configurations."""
+    before, after = dict(_dotted(old)), dict(_dotted(new))
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
 def _dotted(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:

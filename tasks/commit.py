@@ -5,11 +5,11 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 from rheostat.infra.errors import Damaged
-from rheostat.infra.store.bundles import BundleRef, delete_bundle
+from rheostat.infra.store.bundles import CONTENTS, BundleRef, delete_bundle
 from rheostat.infra.store.garbage import delete_all
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.readers import bundles_in_use
-from rheostat.infra.store.runs import Run
+from rheostat.infra.store.runs import Run, objects_of_forks
 from rheostat.infra.store.shards import tombstone_key
 from rheostat.infra.store.tombstones import Deleted, deleted_parts, write_tombstone
 from rheostat.models.records.versions import policy_of
@@ -157,12 +157,13 @@ def _retire_shards(run: Run, number: int) -> None:
     below = tuple(f"{key}/" for key in keys)
     write_tombstone(run, iteration_key(number), Deleted(why="retention.rollouts_keep_last", shards_below=below))
     manifests = [manifest for prefix in below for manifest in run.manifests(prefix)]
-    delete_all(run, sorted({shard.key for manifest in manifests for shard in manifest.shards}))
+    delete_all(run, sorted({shard.key for manifest in manifests for shard in manifest.shards} - objects_of_forks(run)))
 
 
 def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
     """Delete the files of policies, critics and optimizer states (bundles), and record the deletion in tombstones.
-    Return the bundles whose files are kept for now, because a live process reads them.
+    Return the bundles whose files are kept for now, because a live process reads them. Files that a fork shares stay,
+    too.
 
     The files of the kept bundles stay until a later call or `rheostat gc` deletes them. If a call was interrupted, the
     next call finishes its work.
@@ -170,9 +171,10 @@ def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
     for bundle in bundles:
         write_tombstone(run, bundle.digest[:16], Deleted(bundle=bundle.key))
     in_use = bundles_in_use(run.store) if bundles else frozenset()
+    shared = objects_of_forks(run) if bundles else frozenset()
     kept = [bundle for bundle in bundles if bundle.digest[:16] in in_use]
     for bundle in bundles:
-        if bundle not in kept:
+        if bundle not in kept and f"{bundle.key}/{CONTENTS}" not in shared:
             delete_bundle(run.store, bundle)
     return kept
 

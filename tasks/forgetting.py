@@ -4,7 +4,7 @@ A shard with such data is written again without it, a tombstone names the new sh
 is deleted. Readers follow the tombstone, and every manifest stays unchanged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow.parquet as pq
 
@@ -12,7 +12,7 @@ from rheostat.infra.config import Settings
 from rheostat.infra.store.chain import complete_manifests
 from rheostat.infra.store.dependencies import dependency_records
 from rheostat.infra.store.garbage import collect_garbage, delete_all
-from rheostat.infra.store.runs import Run
+from rheostat.infra.store.runs import Run, open_run, run_forks
 from rheostat.infra.store.shards import ShardRef, current_shard, read_shard, rewrite_shard
 from rheostat.infra.store.tombstones import (
     FORGOTTEN,
@@ -44,6 +44,18 @@ class Forgotten(Settings):
     """Number of exported files that are rewritten."""
     data: list[str]
     """Users' data files from which the run read its prompts. These files are never changed."""
+
+
+def with_forks(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs and all their forks, in the order in which prompts must be removed from them. A fork is before
+    the runs whose shards it shares, because it must write new shards before the shared ones are deleted."""
+    found, pending = dict[str, Run](), [*runs]
+    while pending:
+        run = pending.pop()
+        if run.name not in found:
+            found[run.name] = run
+            pending += [open_run(run.store.uri.rpartition("/")[0], name) for name in run_forks(run)]
+    return sorted(found.values(), key=lambda run: (-len(run.fork.shared if run.fork else ()), run.name))
 
 
 def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:

@@ -127,6 +127,8 @@ def _build_evaluation(run: "TracedRun") -> Tree:
 
 def _build_run(run: "TracedRun", *, everything: bool) -> Tree:
     below = [(f"configuration {run.fingerprint}, created {run.created}", list[Tree]())]
+    if run.forked_from:
+        below.append((f"forked from {run.forked_from}", []))
     for record in run.dependencies:
         libraries = record.dependencies.libraries
         code = {name: f"{len(modules)} modules" for name, modules in record.dependencies.code.items()}

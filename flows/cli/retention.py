@@ -186,16 +186,18 @@ def forget(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """List, or with --delete remove, every copy of the given prompts and their completions in all runs."""
+    """List, or with --delete remove, every copy of the given prompts and their completions in all runs. Forks of the
+    named runs are included."""
     from rheostat.infra.store.runs import list_runs, open_run
     from rheostat.tasks.forgetting import remove_prompts as forget_prompts
+    from rheostat.tasks.forgetting import with_forks
     from rheostat.tasks.lineage.learners import find_trained_policies
     from rheostat.tasks.views.runs import open_known_run
 
     ids = _read_ids(prompt_ids)
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     reports = []
-    for run in [open_run(store, name) for name in names]:
+    for run in with_forks([open_run(store, name) for name in names]):
         with run.lock_without_epoch():
             reports.append(forget_prompts(run, ids, delete=False))
     for index, report in enumerate(reports if delete else ()):  # only after all runs were read without errors

@@ -128,7 +128,8 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     if as_json:
         write(description.model_dump_json(indent=2))
         return
-    write(f"run {description.name}, created {description.created}, fingerprint {description.fingerprint}")
+    origin = f", forked from {description.forked_from}" if description.forked_from else ""
+    write(f"run {description.name}, created {description.created}, fingerprint {description.fingerprint}{origin}")
     for role, engines in description.engines.items():
         write(f"engine of {role}: {'; '.join(engines)}")
     for accuracy in description.evaluations:
@@ -164,7 +165,7 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
         raise BadInput(f"--to {target} must end with .svg or .png.")
     if to is not None and to.exists():
         raise BadInput(f"--to {to} already exists. Choose another file, or delete this one.")
-    picture = learning_curves([curves_of(open_known_run(store, name)) for name in run], encoding=encoding)
+    picture = learning_curves([curves_of(open_known_run(store, name), others=run) for name in run], encoding=encoding)
     try:
         target.write_bytes(picture)
     except OSError as error:

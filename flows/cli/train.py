@@ -133,12 +133,12 @@ def train(
             plan = plan_run(loaded, accept_change=accept_change)
         write(plan.model_dump_json(indent=2) if as_json else plan.text())
         return
-    with _show_progress(loaded, display, as_json=as_json):
+    with show_progress(loaded, display, as_json=as_json):
         summary = train_here(loaded, accept_change=accept_change, port=display.port)
     write(
         summary.model_dump_json(indent=2)
         if as_json
-        else f"{_describe_results(summary, loaded)}\n{job.next_steps(loaded)}"
+        else f"{describe_results(summary, loaded)}\n{job.next_steps(loaded)}"
     )
 
 
@@ -341,7 +341,9 @@ def _describe_run(config: "RunConfig") -> str:
 
 
 @contextmanager
-def _show_progress(config: "RunConfig", display: Display, *, as_json: bool) -> Iterator[None]:
+def show_progress(config: "RunConfig", display: Display, *, as_json: bool) -> Iterator[None]:
+    """Run the block while the progress of a run is shown in the terminal. With `as_json`, only the result is
+    printed."""
     from rheostat.flows.cli.live import show_run
 
     verbosity, total = display.verbosity, config.iterations
@@ -351,12 +353,12 @@ def _show_progress(config: "RunConfig", display: Display, *, as_json: bool) -> I
 
 def _run_and_print(command: str, job: JobArguments, *, accept_change: bool, display: Display, as_json: bool) -> None:
     config = job.load()
-    with _show_progress(config, display, as_json=as_json):
+    with show_progress(config, display, as_json=as_json):
         result = run_part(command, config, accept_change=accept_change, port=display.port)
     write(result.model_dump_json(indent=2) if as_json else f"\n{result.text()}")
 
 
-def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
+def describe_results(summary: "RunSummary", config: "RunConfig") -> str:
     """Describe the results of a run as lines of text: accuracy, cost, and locations of report, plot, run and policy."""
     from rheostat.tasks.views.summary import summary_lines
 

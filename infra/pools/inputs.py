@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from rheostat.infra.errors import Damaged, RheostatError
 from rheostat.infra.store.bundles import BundleRef, prefetch_bundle
 from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import ShardRef, tombstone_key
-from rheostat.infra.store.storage import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -99,5 +99,5 @@ def open_inputs(options: Mapping[str, object]) -> WorkInputs | None:
     store or a local store, because nothing needs to be downloaded."""
     if not {"store_uri", "run"} <= options.keys():
         return None
-    store = open_store(f"{options['store_uri']}/{options['run']}")
+    store = run_store(str(options["store_uri"]), str(options["run"]))
     return WorkInputs(store) if store.traits.downloads else None

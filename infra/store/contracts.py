@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from rheostat.infra.errors import BadInput
 
@@ -52,11 +52,14 @@ class StoreTraits:
 
 
 class Objects(Protocol):
-    """Store of immutable objects, each with a unique key. Implemented by `LocalStore` and `BucketStore`. Every method
+    """Store of immutable objects, each with a unique key. Implemented by `LocalStore`, `BucketStore` and, for
+    forks, `SharedStore`. Every method
     raises StoreFailed if the disk or server fails, and BadInput if a key is not valid."""
 
-    traits: ClassVar[StoreTraits]
-    """Properties of this kind of store."""
+    @property
+    def traits(self) -> StoreTraits:
+        """Properties of this kind of store."""
+        ...
 
     @property
     def uri(self) -> str:

@@ -12,6 +12,7 @@ from rheostat.infra.store.bundles import CONTENTS
 from rheostat.infra.store.chain import complete_manifests
 from rheostat.infra.store.contracts import Entry, Store
 from rheostat.infra.store.epochs import LEASES
+from rheostat.infra.store.forks import FORK, FORKS
 from rheostat.infra.store.run_record import RECORD
 from rheostat.infra.store.runs import JOURNAL, LOCK, MANIFESTS, METRICS, TRANSIENT, Run, open_run, run_store
 from rheostat.infra.store.tombstones import needed_objects
@@ -44,10 +45,12 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     store are not copied again.
 
     Both runs are locked during the copy, and nothing is overwritten. Calling this again continues an interrupted copy,
-    or adds newer results. The run does not exist in the target until the first copy is complete. Raises RunLocked if
-    another live process has locked the source. Raises BadInput if the target is the same store, is locked, or has a
-    different run with this name. Raises Conflict if the target has a different object under a key. Raises Damaged, with
-    nothing copied, if objects or records of the source are missing.
+    or adds newer results. The run does not exist in the target until the first copy is complete. The copy of a fork
+    contains all objects that the fork shares with other runs.
+
+    Raises RunLocked if another live process has locked the source. Raises BadInput if the target is the same store, is
+    locked, or has a different run with this name. Raises Conflict if the target has a different object under a key.
+    Raises Damaged, with nothing copied, if objects or records of the source are missing.
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
@@ -67,12 +70,15 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
                 f"run {name!r} cannot be copied: its copy in {target_uri} is locked by another process. Wait until "
                 "that process ends, then run the same command again."
             )
-        entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*TRANSIENT, METRICS))]
+        excluded = (*TRANSIENT, METRICS, FORKS, FORK)
+        entries = [entry for entry in run.store.entries("") if not entry.key.startswith(excluded)]
         _check_listed(run, entries)
         sizes = {entry.key: entry.bytes for entry in target.entries("")}
         existing = [entry for entry in entries if entry.key in sizes]
         copier = _Copier(run.store, target)
         copier.compare(existing, sizes)
+        if run.fork is not None:
+            target.put(FORK, run.fork.copied().seal())
         copier.copy([entry for entry in entries if entry.key not in sizes])
     return RunCopy(open_run(target_uri, name), len(entries), sum(entry.bytes for entry in entries), len(existing))
 

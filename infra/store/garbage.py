@@ -20,11 +20,12 @@ from rheostat.infra.store.bundles import CONTENTS
 from rheostat.infra.store.chain import complete_manifests, linked_parts
 from rheostat.infra.store.contracts import Entry
 from rheostat.infra.store.dependencies import recorded_config
+from rheostat.infra.store.forks import is_shared
 from rheostat.infra.store.inputs import JobPath, JobText
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.readers import bundles_in_use
 from rheostat.infra.store.run_record import RECORD
-from rheostat.infra.store.runs import MANIFESTS, Run, list_runs, open_run
+from rheostat.infra.store.runs import MANIFESTS, Run, list_runs, objects_of_forks, open_run, run_forks
 from rheostat.infra.store.storage import is_bucket_address, open_store
 from rheostat.infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
 
@@ -33,7 +34,9 @@ MAX_PARALLEL = 8
 TAGS = "tags/"
 """Prefix of the keys of journal entries (stored measurements and decisions) that contain the tags of a run."""
 _LOOSE = re.compile(r"(orders|quarantine|shards)/.+")
-_FILES_OF_RUNS = re.compile(r"(chain|export|journal|lease|lock|manifests|report|shards|[a-z_]+/[0-9a-f]{16})(/.*)?")
+_FILES_OF_RUNS = re.compile(
+    r"(chain|export|forks|journal|lease|lock|manifests|report|shards|[a-z_]+/[0-9a-f]{16})(/.*)?"
+)
 """Pattern of keys that only runs have, among the folders of a store."""
 _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
@@ -42,15 +45,16 @@ def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]
     """Return the objects of a run that no result needs (garbage), by kind such as "shards". With `whole_run`, the
     objects that results need are returned too.
 
-    An object is kept if a manifest names it. The manifest may be committed, or pending (computed but not committed
-    yet). Raises Damaged if a manifest cannot be read or a record is missing, because needed objects would then look
-    like garbage.
+    An object is kept if a manifest names it, or if a fork shares it. The manifest may be committed, or pending
+    (computed but not committed yet). Objects of other runs that this run shares are left out. Raises Damaged if a
+    manifest cannot be read or a record is missing, because needed objects would then look like garbage.
     """
     entries = run.store.entries("")  # listed before the manifests are read: newer objects are not garbage
     manifests = complete_manifests(run)
     objects = needed_objects([] if whole_run else [*manifests, *run.leftover_manifests()])
     shards = {shard.key for shard in objects.shards}
     bundles, in_use = {bundle.key for bundle in objects.bundles}, bundles_in_use(run.store)
+    shared = objects_of_forks(run)
     garbage: dict[str, list[Entry]] = {}
     for entry in entries:
         if loose := _LOOSE.fullmatch(entry.key):
@@ -60,7 +64,7 @@ def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]
             is_kept = bundled[1] in bundles or bundled[1].rpartition("/")[2] in in_use
         else:
             continue
-        if not is_kept:
+        if not (is_kept or entry.key in shared or is_shared(run.store, entry.key)):
             garbage.setdefault(kind, []).append(entry)
     return garbage
 
@@ -163,6 +167,7 @@ def select_runs(store_uri: str, names: Collection[str], rules: Rules) -> dict[st
         for run in runs[rules.keep or 0 :]
         if (rules.older_than is None or run.store.now() - commit_times[run.name] > rules.older_than)
         and not rules.tags & tags_of(run)
+        and not run_forks(run)
         and not any(depends_on(other, run) for other in everything)
     }
 

@@ -16,6 +16,7 @@ from rheostat.infra.errors import BadInput, Conflict, Damaged, Fenced, RunChange
 from rheostat.infra.store.checksums import SealedRecord, seal, unseal
 from rheostat.infra.store.contracts import Lease, LockState, Objects, Store
 from rheostat.infra.store.epochs import Epoch, begin_epoch, newest_epoch
+from rheostat.infra.store.forks import Fork, fork_of, forks_of, open_shared
 from rheostat.infra.store.manifests import Manifest, decode_manifest
 from rheostat.infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
 from rheostat.infra.store.storage import open_store
@@ -65,6 +66,15 @@ class Run:
     def name(self) -> str:
         """Name of the run."""
         return self.record.name
+
+    @property
+    def fork(self) -> Fork | None:
+        """Record that names the run from which this run was forked, or None if it is no fork."""
+        return fork_of(self.store)
+
+    def inherits(self, key: str) -> bool:
+        """Return whether a result was computed by the run from which this run was forked."""
+        return self.fork is not None and self.fork.inherits(f"{MANIFESTS}{key}.json")
 
     def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
         """Raise RunChanged if settings that determine results differ from those of the run. The message lists them.
@@ -303,7 +313,8 @@ class Run:
 
     def _check_manifest(self, key: str, content: bytes) -> Manifest:
         manifest = decode_manifest(content, key=key)
-        if manifest.run not in ("", self.record.fingerprint):
+        inherited = () if self.fork is None else self.fork.fingerprints
+        if manifest.run not in ("", self.record.fingerprint, *inherited):
             raise Damaged(
                 f"manifest {key!r} of run {self.name!r} was created by a configuration with fingerprint "
                 f"{manifest.run}, but run.json names {self.record.fingerprint}. Restore run.json from a copy."
@@ -381,11 +392,24 @@ def list_runs(store_uri: str) -> list[str]:
 
 
 def run_store(store_uri: str, name: str) -> Store:
-    """Open the directory of a run as a separate store. Raises BadInput if the name is not valid."""
+    """Open the directory of a run as a separate store. The store of a fork includes the objects that it shares with
+    other runs. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
         allowed = "Use up to 64 characters (a-z 0-9 . _ -) without '..', starting with a letter or digit."
         raise BadInput(f"the run name {name!r} is not valid. {allowed}")
-    return open_store(f"{store_uri.rstrip('/')}/{name}")
+    home = store_uri.rstrip("/")
+    return open_shared(open_store(f"{home}/{name}"), lambda other: open_store(f"{home}/{other}"))
+
+
+def run_forks(run: Run) -> dict[str, Fork]:
+    """Return the forks that share objects of a run, by their names. Forks whose data was deleted are left out."""
+    home = run.store.uri.rpartition("/")[0]
+    return forks_of(run.store, lambda other: open_store(f"{home}/{other}"))
+
+
+def objects_of_forks(run: Run) -> frozenset[str]:
+    """Return the keys of the objects in a run's directory that forks share, so that they must not be deleted."""
+    return frozenset(key for fork in run_forks(run).values() for key in fork.shared.get(run.name, ()))
 
 
 def _holder(store: Objects) -> str:

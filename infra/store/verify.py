@@ -26,7 +26,7 @@ def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[Bu
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
-    problems = problems or [*check_chain(run), *_check_leases(run.store, manifests)]
+    problems = problems or [*check_chain(run), *_check_leases(run, manifests)]
     objects = needed_objects(manifests)
     pending = {bundle for bundle in deferred(manifests) if not has_bundle(run.store, bundle)}
     problems += [
@@ -96,13 +96,15 @@ def _check_records(store: Objects) -> Iterator[str]:
             yield str(error)
 
 
-def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
+def _check_leases(run: Run, manifests: list[Manifest]) -> Iterator[str]:
     """Yield one line for each missing record of an epoch (a period in which one process had locked the run). Without
-    the record, the number of the epoch could be used a second time."""
-    leases = set(records(store, "lease/"))
-    for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
+    the record, the number of the epoch could be used a second time. Results of the run from which this run was forked
+    are left out."""
+    leases = set(records(run.store, "lease/"))
+    own = [each for each in manifests if not run.inherits(each.key)]
+    for epoch in range(1, max((manifest.provenance.epoch for manifest in own), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:
-            yield f"{key!r} in {store.uri} is missing"
+            yield f"{key!r} in {run.store.uri} is missing"
 
 
 def _check_manifests(run: Run, found: list[Manifest]) -> Iterator[str]:

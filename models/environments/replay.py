@@ -12,8 +12,8 @@ from typing import Final
 from transformers import PreTrainedTokenizerFast
 
 from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import read_shard
-from rheostat.infra.store.storage import open_store
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.engines.protocol import Completion, Request
 from rheostat.models.environments.clock import EnvironmentClock
@@ -68,7 +68,8 @@ def replay(work: ReplayWork) -> list[Difference]:
 
     Raises BadInput if the environment cannot be used.
     """
-    stored = _read_episodes(open_store(work.run_uri), work)
+    home, _, name = work.run_uri.rpartition("/")
+    stored = _read_episodes(run_store(home, name), work)
     environment = work.environment.stepped
     assert environment is not None, "episodes of agents are not replayed"
     form, parse = read_turns(work.policy, environment)

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import read_shard, write_shard
-from rheostat.infra.store.storage import open_store
 from rheostat.models.config.judges import EndpointJudge, JudgeReward
 from rheostat.models.engines.protocol import StepSums
 from rheostat.models.judges.chats import mark_prompt
@@ -64,7 +64,7 @@ class JudgeWorker:
     """
 
     def __init__(self, store_uri: str, run: str, term: str, reward: JudgeReward, threads: int) -> None:
-        self._store = open_store(f"{store_uri}/{run}")
+        self._store = run_store(store_uri, run)
         self._term = term
         self._reward = reward
         self._local: LocalJudge | None = None

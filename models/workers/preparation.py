@@ -13,8 +13,8 @@ from pydantic import JsonValue
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
 from rheostat.infra.store.inputs import fetch_path
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import write_shard
-from rheostat.infra.store.storage import open_store
 from rheostat.models.data.canonical import drop_absent
 from rheostat.models.data.images import media_tables
 from rheostat.models.data.problems import (
@@ -59,7 +59,7 @@ class PreparationWorker:
 
     def __init__(self, store_uri: str, run: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._store = open_store(f"{store_uri}/{run}")
+        self._store = run_store(store_uri, run)
         self._run = run
         self._progress = 0
 

@@ -13,8 +13,8 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.plugins import find_target
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import read_shard, write_shard
-from rheostat.infra.store.storage import open_store
 from rheostat.models.config.judges import HostedModelReward, ModelReward
 from rheostat.models.data.problems import NO_ARGUMENTS, Message
 from rheostat.models.engines.device import choose_device
@@ -93,7 +93,7 @@ class RewardModelWorker:
     def __init__(self, store_uri: str, run: str, term: str, reward: HostedModelReward, threads: int) -> None:
         torch.set_num_threads(threads)
         self._device = choose_device()
-        self._store = open_store(f"{store_uri}/{run}")
+        self._store = run_store(store_uri, run)
         self._term = term
         self._reward = reward
         self._model: CompletionScorer | None = None

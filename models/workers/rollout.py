@@ -14,9 +14,9 @@ from pydantic import JsonValue
 
 from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.bundles import BundleRef, fetch_bundle, verify_while_reading
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
 from rheostat.infra.store.staging import find_readable_store
-from rheostat.infra.store.storage import open_store
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.engines import EngineConfig
 from rheostat.models.config.environments import EnvironmentConfig
@@ -62,7 +62,7 @@ class RolloutWorker:
         records_experts: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
-        self._store = open_store(f"{store_uri}/{run}")
+        self._store = run_store(store_uri, run)
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
         if records_experts and isinstance(self._engine, RecordsExperts):

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput, Quarantined
 from rheostat.infra.store.bundles import fetch_bundle_file
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import read_shard, write_shard
-from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import AlgorithmConfig
 from rheostat.models.config.judges import ServedReward
 from rheostat.models.config.rewards import ScoringConfig
@@ -51,7 +51,7 @@ class ScoringWorker:
     code are reused for later work units."""
 
     def __init__(self, store_uri: str, run: str, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> None:
-        self._store = open_store(f"{store_uri}/{run}")
+        self._store = run_store(store_uri, run)
         self._scoring = scoring
         self._algorithm = algorithm
         self._evaluator, self._code = Evaluator(scoring), CodeJudge(scoring)

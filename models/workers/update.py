@@ -8,8 +8,8 @@ import torch
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import BundleRef, fetch_bundle
+from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import ShardRef
-from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import AlgorithmConfig
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
@@ -69,7 +69,7 @@ class UpdateWorker:
         if temperature <= 0:
             raise BadInput(f"rollout.sampling.temperature is {temperature}, but training needs more than 0. Raise it")
         torch.set_num_threads(threads)
-        self._store = open_store(f"{store_uri}/{run}")
+        self._store = run_store(store_uri, run)
         self._update = update
         self._algorithm = algorithm
         self._temperature = temperature

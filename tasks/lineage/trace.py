@@ -96,6 +96,8 @@ class TracedRun(Settings):
     key."""
     deleted: tuple[Tombstone, ...]
     """Records of everything that was deleted on purpose (tombstones), with reason and time."""
+    forked_from: str = ""
+    """Run and iteration at which the run begins if it is a fork, such as `demo@12`. Otherwise empty."""
 
     def of(self, number: int) -> list[TracedManifest]:
         """Return the results of one iteration."""
@@ -126,6 +128,7 @@ def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
         dependencies=dependencies,
         manifests=tuple(_describe_manifests(run, traced, manifests)),
         deleted=tuple(tombstones(run)),
+        forked_from="" if run.fork is None else run.fork.point,
     )
 
 

@@ -357,8 +357,10 @@ def sealed_iterations(run: Run) -> list[Manifest]:
 
 
 def run_costs(run: Run) -> dict[str, Cost]:
-    """Return the costs of all completed iterations and evaluations of a run, summed by role."""
-    costs_of_parts = [manifest.provenance.costs for manifest in (*sealed_iterations(run), *_evaluation_summaries(run))]
+    """Return the costs of all completed iterations and evaluations of a run, summed by role. The costs of iterations
+    that a fork shares are left out."""
+    parts = [each for each in (*sealed_iterations(run), *_evaluation_summaries(run)) if not run.inherits(each.key)]
+    costs_of_parts = [manifest.provenance.costs for manifest in parts]
     roles = dict.fromkeys(role for costs in costs_of_parts for role in costs)
     return {role: total(costs[role] for costs in costs_of_parts if role in costs) for role in roles}
 

@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -34,11 +34,20 @@ class Curves:
     evaluations: Sequence[Accuracy]
 
 
-def curves_of(run: Run) -> Curves:
-    """Read the statistics of a run's iterations and evaluations, for `learning_curves`."""
+def curves_of(run: Run, *, others: Collection[str] = ()) -> Curves:
+    """Read the statistics of a run's iterations and evaluations, for `learning_curves`. `others` are the names of the
+    runs in the same plot. If the run was forked from one of them, its curves begin where the fork begins."""
     term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
+    first = first_own_point(run, others)
     with detect_deletion(run):
-        return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
+        reports = [each for each in reports_of(run, term=term) if each.iteration >= first]
+        return Curves(run.name, reports, [each for each in evaluations_of(run) if each.number >= first])
+
+
+def first_own_point(run: Run, others: Collection[str]) -> int:
+    """Return the iteration at which the curves of a run begin in a plot with other runs: the last shared iteration if
+    the run was forked from one of them, otherwise 0."""
+    return run.fork.iteration if run.fork is not None and run.fork.parent in others else 0
 
 
 async def draw_in_process(run: Run, key: str) -> bytes:

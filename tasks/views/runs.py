@@ -164,6 +164,8 @@ class RunDescription(Settings):
     """Accepted changes of code, data and libraries, in order."""
     tags: list[str] = []
     """Tags of the run."""
+    forked_from: str = ""
+    """Run and iteration at which the run begins if it is a fork, such as `demo@12`. Otherwise empty."""
     deleted: Tombstone | None = None
     """Record of the deletion (tombstone) if the run's rollouts, samples and policies were deleted, otherwise None."""
 
@@ -191,6 +193,7 @@ def describe_open_run(run: Run) -> RunDescription:
         derived=list_derived_results(run),
         changes=accepted_changes(run),
         tags=sorted(tags_of(run)),
+        forked_from="" if run.fork is None else run.fork.point,
         deleted=find_tombstone(run),
     )
 

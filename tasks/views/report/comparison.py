@@ -17,6 +17,7 @@ from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.gate.comparison import PairedDifference
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.views.metrics import Accuracy, sealed_iterations
+from rheostat.tasks.views.plots import first_own_point
 from rheostat.tasks.views.report.curves import COLORS
 from rheostat.tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan, Columns, columns_of
 from rheostat.tasks.views.report.page import (
@@ -63,6 +64,8 @@ class ComparedRun(Settings):
     """First held-out evaluation, or None if the run has no evaluation yet."""
     after: Accuracy | None
     """Last held-out evaluation, or None if the run has no evaluation yet."""
+    forked_from: str
+    """Run and iteration at which the run begins if it is a fork, such as `demo@12`. Otherwise empty."""
     price: float
     """Total cost of the run, computed from its configured prices."""
     worker_seconds: float
@@ -137,6 +140,7 @@ def _summarize_run(description: RunDescription) -> ComparedRun:
         iterations=len(description.iterations),
         before=evaluations[0] if evaluations else None,
         after=evaluations[-1] if evaluations else None,
+        forked_from=description.forked_from,
         price=sum(cost.price for cost in description.costs.values()),
         worker_seconds=sum(cost.worker_seconds for cost in description.costs.values()),
     )
@@ -210,6 +214,7 @@ def run_cells(comparison: Comparison) -> list[dict[str, str]]:
     return [
         {
             "run": each.run,
+            **({"forked from": each.forked_from or "-"} if any(run.forked_from for run in comparison.runs) else {}),
             "iterations": f"{each.iterations:,}",
             "accuracy before": _interval(each.before),
             "after": _interval(each.after),
@@ -229,13 +234,16 @@ def _test_paragraphs(comparison: Comparison) -> str:
 
 
 def _read_columns(runs: Sequence[Run]) -> Columns:
-    """Return the numbers that are compared, for all runs. Each column has the name "run: column"."""
-    columns = Columns()
+    """Return the numbers that are compared, for all runs. Each column has the name "run: column". The numbers of a fork
+    begin at its last shared iteration if its parent is among the runs, so that its line starts on that of its
+    parent."""
+    columns, names_of_runs = Columns(), [run.name for run in runs]
     for run in runs:
+        first = first_own_point(run, names_of_runs)
         description = describe_open_run(run)
         own = columns_of(description.iterations, sealed_iterations(run), description.evaluations)
         names = [*COMPARED.values(), LOW, HIGH]
-        columns |= {f"{run.name}: {name}": own[name] for name in names if name in own}
+        columns |= {f"{run.name}: {name}": [None] * first + own[name][first:] for name in names if name in own}
     return columns
 
 

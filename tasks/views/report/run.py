@@ -73,6 +73,8 @@ def _report_page(run: Run, store: str) -> str:
         sections.configuration(run, description),
     ]
     subtitle = f"created {description.created}, fingerprint {description.fingerprint}"
+    if description.forked_from:
+        subtitle += f", forked from {description.forked_from}"
     return page(f"Run {run.name}", subtitle, parts, columns=columns, charts=charts, browsed=browsed)
 
 

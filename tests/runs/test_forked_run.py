@@ -1,0 +1,255 @@
+"""Forks: a run that begins at an iteration of another run and shares everything before it."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rheostat.flows.cli.train import run_flow
+from rheostat.infra.errors import BadInput, Damaged
+from rheostat.infra.store.bundles import has_bundle
+from rheostat.infra.store.copies import copy_run
+from rheostat.infra.store.garbage import Rules, collect_garbage, delete_run, select_runs
+from rheostat.infra.store.local import LocalStore
+from rheostat.infra.store.runs import list_runs, open_run, run_store
+from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.storage import open_store
+from rheostat.infra.store.tombstones import Deleted, write_tombstone
+from rheostat.models.records.versions import policy_of
+from rheostat.tasks.commit import retire_bundles
+from rheostat.tasks.forking import create_fork, request_fork
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.verification.invariants import verify_run
+from rheostat.tasks.views.report.comparison import compare_runs, comparison_page
+from tests.support.in_process import InProcessJob, copy_job, run_command
+from tests.support.jobs import manifests_of
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture
+def job(reference, tmp_path) -> InProcessJob:
+    """Copy of the finished tiny run, which has the policies 0, 2 and 3."""
+    return copy_job(reference, tmp_path / "job")
+
+
+@pytest.fixture(scope="module")
+def forked(reference, tmp_path_factory) -> InProcessJob:
+    """Tiny run with the trained fork `same` at iteration 2, which has the settings of its parent."""
+    job = copy_job(reference, tmp_path_factory.mktemp("forked") / "job")
+    train_fork(job, "tiny@2", "same")
+    return job
+
+
+@pytest.fixture
+def forked_copy(forked, tmp_path) -> InProcessJob:
+    return copy_job(forked, tmp_path / "job")
+
+
+def request(job, point, name="fork", *overrides):
+    return request_fork(str(job.store), point, name, overrides=[*overrides, "pools.cluster=threads", "report=false"])
+
+
+def train_fork(job, point, name, *overrides):
+    asked = request(job, point, name, *overrides)
+    create_fork(asked)
+    with job.prefect():
+        from rheostat.flows.train import train
+
+        run_flow(train(asked.config))
+    return open_run(str(job.store), name)
+
+
+def files_in(directory: Path):
+    """Return the names of all files in a directory."""
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def names_in(run):
+    """Return the keys of all objects that a run has, its own and shared ones."""
+    return {entry.key for entry in run.store.entries("")}
+
+
+def test_a_fork_without_changes_ends_at_the_bits_of_its_parent_and_copies_no_object(forked, reference):
+    fork, parent = open_run(str(forked.store), "same"), open_run(str(forked.store), "tiny")
+    for number in (0, 2, 3):
+        assert policy_after(fork, number).bundles == policy_after(parent, number).bundles
+    own, whole = files_in(forked.store / "same"), files_in(reference.run)
+    shared = {key for key in names_in(fork) if key not in own}
+    assert shared < whole and {"manifests/it-0002/seal.json", "manifests/policy/initial.json"} < shared
+    assert own.isdisjoint(shared) and not [name for name in own if re.search("it-000[12]/", name)]
+    assert manifests_of(forked.run) == manifests_of(reference.run)
+    assert [verify_run(str(forked.store), name) for name in ("same", "tiny")] == [[], []]
+
+
+def test_a_fork_follows_its_own_settings_after_the_shared_iterations(job):
+    fork = train_fork(job, "tiny@2", "other", "update.learning_rate=3e-3", "scoring.rewards=[{kind = 'exact_match'}]")
+    parent = open_run(str(job.store), "tiny")
+    assert fork.require("it-0002/seal").digest == parent.require("it-0002/seal").digest
+    assert policy_of(policy_after(fork, 3)).digest != policy_of(policy_after(parent, 3)).digest
+    assert fork.require("it-0003/seal").run == fork.record.fingerprint != parent.record.fingerprint
+    assert verify_run(str(job.store), "other") == []
+    compared = compare_runs(str(job.store), ["tiny", "other"])
+    assert [each.forked_from for each in compared.runs] == ["", "tiny@2"]
+    assert compared.settings["update.learning_rate"] == {"tiny": "0.001", "other": "0.003"}
+    assert "forked from" in comparison_page(str(job.store), compared)
+
+
+def test_a_fork_of_a_fork_shares_the_objects_of_both(forked_copy):
+    second = create_fork(request(forked_copy, "same@3", "second", "iterations=4"))
+    assert {*second.fork.shared} == {"tiny", "same"}
+    assert verify_run(str(forked_copy.store), "second") == []
+    assert second.require("it-0003/seal") == open_run(str(forked_copy.store), "same").require("it-0003/seal")
+
+
+def test_the_command_shows_the_fork_before_it_writes_and_refuses_what_cannot_be_shared(job):
+    before = files_in(job.store)
+    store = ("--store", str(job.store), "--dry-run")
+    shown = run_command("fork", "tiny@2", "fork", "update.learning_rate=3e-3", *store)
+    assert shown.code == 0 and "update.learning_rate was 0.001, is 0.003" in shown.output
+    assert "from iteration 2 of tiny" in shown.output and "not copied" in shown.output
+    refused = run_command("fork", "tiny@2", "fork", "seed=4", *store)
+    assert refused.code == 2 and "seed cannot change" in refused.output
+    assert files_in(job.store) == before
+
+
+@pytest.mark.parametrize(
+    ("point", "overrides", "message"),
+    [
+        ("tiny", [], "does not name an iteration of a run. Write RUN@N"),
+        ("tinny@2", [], "no run 'tinny'.* tiny"),
+        ("tiny@4", [], "no completed iteration 4. Choose one from 0"),
+        ("tiny@1", [], "no longer has the policy of iteration 1.* 0, 2, 3"),
+        ("tiny@3", [], "iterations is 3, so that no iteration is left to train. Set iterations to 4 or more"),
+        ("tiny@2", ["data.options.train_problems=65"], "data.options.train_problems cannot change, because"),
+        ("tiny@2", ["policy.hidden_size=32"], "policy.hidden_size cannot change, because"),
+        ("tiny@2", ["warmup.steps=11"], "warmup.steps cannot change, because"),
+        ("tiny@2", ["update.lora={rank = 2}"], "update.lora.* cannot change, because"),
+        ("tiny@2", ["update.optimizer.kind=muon"], "update.optimizer.kind cannot change, because"),
+        ("tiny@2", ["rollout.sampling.max_new_tokens=25"], "max_new_tokens cannot be above 24"),
+        ("tiny@2", ["algorithm.kind=ppo"], "algorithm.kind cannot be 'ppo', because the shared iterations trained no"),
+        ("tiny@2", ["update.learning_rat=1"], "learning_rate"),
+    ],
+)
+def test_a_fork_that_cannot_share_its_beginning_is_refused_by_name(job, point, overrides, message):
+    with pytest.raises(BadInput, match=message):
+        request(job, point, "fork", *overrides)
+    assert list_runs(str(job.store)) == ["tiny"]
+
+
+def test_a_name_that_another_run_has_is_refused_and_the_same_fork_is_continued(forked):
+    for name, overrides, message in (
+        ("tiny", [], "already exists .* not a fork of tiny@2"),
+        ("same", ["update.learning_rate=3e-3"], "other settings: update.learning_rate"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            request(forked, "tiny@2", name, *overrides)
+    assert request(forked, "tiny@2", "same").plan.exists
+
+
+def test_objects_that_a_fork_shares_survive_every_deletion_in_its_parent(forked_copy):
+    store = str(forked_copy.store)
+    parent, before = open_run(store, "tiny"), names_in(open_run(store, "same"))
+    with parent.lock():
+        assert retire_bundles(parent, [*policy_after(parent, 2).bundles.values()]) == []
+        collect_garbage(parent)
+    assert select_runs(store, ["tiny", "same"], Rules(keep=0)).keys() == {"same"}
+    with parent.lock():
+        deleted = delete_run(parent, why="a test")
+    assert deleted, "objects that the fork does not share"
+    assert not has_bundle(parent.store, policy_after(parent, 3).bundles["weights"])
+    assert names_in(open_run(store, "same")) == before
+    assert verify_run(store, "same") == []
+    fork = open_run(store, "same")
+    with fork.lock():
+        delete_run(fork, why="a test")
+    with parent.lock():
+        collect_garbage(parent)
+    assert not [key for key in names_in(parent) if key.startswith(("shards/", "policies/", "states/"))]
+
+
+def test_a_copy_of_a_fork_has_all_objects(forked, tmp_path):
+    copy = copy_run("same", str(forked.store), str(tmp_path / "copies")).run
+    expected = {*names_in(open_run(str(forked.store), "same")), "fork.json"} - {"lock", "metrics.jsonl"}
+    assert files_in(tmp_path / "copies" / "same") - {"lock"} == {key for key in expected if "trackers" not in key}
+    assert verify_run(str(tmp_path / "copies"), "same") == []
+    assert copy.fork.point == "tiny@2"
+
+
+def test_prompts_are_forgotten_in_a_fork_before_its_parent(forked_copy, tmp_path):
+    store = str(forked_copy.store)
+    fork = open_run(store, "same")
+    rows = read_shard(fork.store, fork.require("prompts/train").shards[0]).to_pylist()
+    used = read_shard(fork.store, fork.require("it-0001/rollout/0000").shards[0], ["prompt_row"])
+    row = rows[used["prompt_row"][0].as_py()]
+    (tmp_path / "ids").write_text(row["prompt_id"])
+    ended = run_command("forget", "tiny", "--prompt-ids", str(tmp_path / "ids"), "--delete", "--store", store)
+    assert ended.code == 0 and "run same: 1 of 1 prompt found" in ended.output
+    for name in ("same", "tiny"):
+        assert verify_run(store, name) == []
+    for shard in (path for path in forked_copy.store.rglob("*.arrow")):
+        assert row["text"].encode() not in shard.read_bytes()
+    with pytest.raises(BadInput, match="`rheostat forget` removed prompts"):
+        request(forked_copy, "tiny@2")
+
+
+def test_a_fork_whose_creation_was_interrupted_at_any_write_is_created_by_the_same_command(job, tmp_path, monkeypatch):
+    asked, put, left = request(job, "tiny@2"), LocalStore.put, [0]
+
+    def interrupted(self, *arguments, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return put(self, *arguments, **options)
+
+    monkeypatch.setattr(LocalStore, "put", interrupted)
+    for writes in range(20):
+        left[0] = writes
+        with suppress(KeyboardInterrupt):
+            create_fork(asked)
+            break
+        assert list_runs(str(job.store)) == ["tiny"], "a fork exists when it is complete"
+    assert 4 < writes < 19
+    assert verify_run(str(job.store), "fork") == []
+
+
+def test_a_fork_with_other_settings_replaces_one_that_was_not_completed(job, monkeypatch):
+    begun, other = request(job, "tiny@0", "fork", "iterations=1"), request(job, "tiny@2")
+    with monkeypatch.context() as patch:
+        patch.setattr("rheostat.tasks.forking.record_dependencies", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            create_fork(begun)
+    assert create_fork(other).fork.point == "tiny@2"
+    assert verify_run(str(job.store), "fork") == []
+
+
+def test_a_fork_is_refused_if_its_parent_deletes_shared_objects_meanwhile(job):
+    asked, parent = request(job, "tiny@2"), open_run(str(job.store), "tiny")
+    weights = policy_after(parent, 2).bundles["weights"]
+    with parent.lock():
+        write_tombstone(parent, weights.digest[:16], Deleted(bundle=weights.key))
+    with pytest.raises(BadInput, match="were deleted meanwhile"):
+        create_fork(asked)
+
+
+def test_the_store_of_a_fork_reads_like_a_directory_that_contains_all_objects(forked, tmp_path):
+    fork = run_store(str(forked.store), "same")
+    copy_run("same", str(forked.store), str(tmp_path / "copies"))
+    whole = open_store(str(tmp_path / "copies" / "same"))
+    keys = [entry.key for entry in whole.entries("") if entry.key != "fork.json"]
+    for key in keys:
+        assert fork.read(key) == whole.read(key) == fork.find(key)
+        assert fork.local_path(key).read_bytes() == whole.read(key)
+    missing = ["manifests/it-0009/seal.json", "shards/00"]
+    assert fork.exist([*keys, *missing]) == [True] * len(keys) + [False] * 2
+    for folder in sorted({key.rpartition("/")[0] for key in keys} - {""}):
+        assert fork.children(folder) == whole.children(folder)
+        found = {(each.key, each.bytes) for each in fork.entries(f"{folder}/")}
+        assert found == {(each.key, each.bytes) for each in whole.entries(f"{folder}/")}
+    shared = next(key for key in keys if fork.is_shared(key))
+    assert not fork.put(shared, b"other")
+    fork.delete(shared)
+    assert fork.read(shared) == whole.read(shared)
+    with pytest.raises(Damaged):
+        fork.read(missing[0])
