@@ -24,7 +24,7 @@ from rheostat.infra.store.dependencies import (
     record_dependencies,
     recorded_config,
 )
-from rheostat.infra.store.forks import FORK, FORKS, Fork
+from rheostat.infra.store.forks import FORK, FORKS, Fork, SharedPart
 from rheostat.infra.store.inputs import PathNames
 from rheostat.infra.store.run_record import RECORD, new_record
 from rheostat.infra.store.runs import JOURNAL, LOCK, MANIFESTS, Run, list_runs, open_run, run_store
@@ -160,13 +160,10 @@ def request_fork(
         )
     _check_policy_stored(run, number, num_sealed)
     shared, num_bytes = _find_shared(run, number)
-    inherited = [] if run.fork is None else run.fork.fingerprints
-    fork = Fork(
-        parent=parent,
-        iteration=number,
-        fingerprints=list(dict.fromkeys([run.record.fingerprint, *inherited])),
-        shared=shared,
-    )
+    own = SharedPart(iteration=number, fingerprint=run.record.fingerprint, config=run.record.config)
+    earlier = [] if run.fork is None else run.fork.parts
+    parts = [part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)]
+    fork = Fork(parent=parent, iteration=number, parts=parts, shared=shared)
     plan = ForkPlan(
         run=name,
         parent=parent,

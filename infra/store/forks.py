@@ -17,8 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
+from rheostat.infra.config import Settings
 from rheostat.infra.store.checksums import SealedRecord
 from rheostat.infra.store.contracts import Entry, Lease, LockState, Store, StoreTraits
 
@@ -27,6 +28,17 @@ FORK: Final = "fork.json"
 FORKS: Final = "forks/"
 """Prefix of the keys of marks, in the directory of a run whose objects are shared. The rest is the name of a fork."""
 _DELETED: Final = "manifests/retention/run.json"
+
+
+class SharedPart(Settings):
+    """Consecutive shared iterations that were computed with one configuration."""
+
+    iteration: Annotated[int, Field(ge=0)]
+    """Last iteration of the part."""
+    fingerprint: str
+    """Fingerprint of the configuration."""
+    config: dict[str, JsonValue]
+    """Configuration with which the iterations were computed."""
 
 
 class Fork(SealedRecord):
@@ -38,8 +50,8 @@ class Fork(SealedRecord):
     """Name of the run from which the fork was made."""
     iteration: Annotated[int, Field(ge=0)]
     """Last iteration that the fork shares with its parent. 0 means that only the initial policy is shared."""
-    fingerprints: list[str]
-    """Fingerprints of the configurations with which the shared results were computed."""
+    parts: list[SharedPart]
+    """Shared iterations, in order. There are several parts if the parent is a fork itself."""
     shared: dict[str, list[str]]
     """Sorted keys of the shared objects, by name of the run that stores them. In a copy of the fork, which contains all
     objects, this name is empty."""

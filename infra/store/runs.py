@@ -72,6 +72,12 @@ class Run:
         """Record that names the run from which this run was forked, or None if it is no fork."""
         return fork_of(self.store)
 
+    def config_at(self, iteration: int) -> dict[str, JsonValue]:
+        """Return the recorded configuration with which an iteration is computed. For an iteration that a fork shares,
+        this is the configuration of the earlier run."""
+        parts = [] if self.fork is None else self.fork.parts
+        return next((part.config for part in parts if iteration <= part.iteration), self.record.config)
+
     def inherits(self, key: str) -> bool:
         """Return whether a result was computed by the run from which this run was forked."""
         return self.fork is not None and self.fork.inherits(f"{MANIFESTS}{key}.json")
@@ -313,7 +319,7 @@ class Run:
 
     def _check_manifest(self, key: str, content: bytes) -> Manifest:
         manifest = decode_manifest(content, key=key)
-        inherited = () if self.fork is None else self.fork.fingerprints
+        inherited = [] if self.fork is None else [part.fingerprint for part in self.fork.parts]
         if manifest.run not in ("", self.record.fingerprint, *inherited):
             raise Damaged(
                 f"manifest {key!r} of run {self.name!r} was created by a configuration with fingerprint "

@@ -262,8 +262,8 @@ class Iteration:
 
     @cached_property
     def rollout(self) -> RolloutConfig:
-        """Rollout settings that the run recorded."""
-        return read_recorded(RolloutConfig, self.run.record.config["rollout"])
+        """Recorded rollout settings with which the iteration was computed."""
+        return read_recorded(RolloutConfig, self.run.config_at(self.number)["rollout"])
 
     @property
     def seed(self) -> int:

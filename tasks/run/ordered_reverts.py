@@ -17,9 +17,10 @@ from rheostat.tasks.run.reverts import has_reverted
 _ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 
 
-def recorded_revert_alarms(run: Run) -> tuple[Alarm, ...]:
-    """Return the alarms in the recorded configuration of the run whose action is to revert to an earlier policy."""
-    return _ALARMS.validate_python(run.record.config.get("alarms", ()), context=RECORDED)
+def recorded_revert_alarms(run: Run, number: int) -> tuple[Alarm, ...]:
+    """Return the alarms in the recorded configuration of an iteration whose action is to revert to an earlier
+    policy."""
+    return _ALARMS.validate_python(run.config_at(number).get("alarms", ()), context=RECORDED)
 
 
 def required_revert(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:

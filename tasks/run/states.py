@@ -89,10 +89,10 @@ def _is_revert(manifest: Manifest) -> bool:
     return manifest.key.startswith("it-") and manifest.key.endswith("/return")
 
 
-def state_every(run: Run) -> int:
-    """Return the setting `update.state_every` that the run recorded: the number of updates per stored
-    optimizer state."""
-    update = run.record.config.get("update")
+def state_every(run: Run, number: int) -> int:
+    """Return the recorded setting `update.state_every` of an iteration: the number of updates per stored optimizer
+    state."""
+    update = run.config_at(number).get("update")
     every = update.get("state_every", 1) if isinstance(update, Mapping) else 1
     assert isinstance(every, int)
     return every

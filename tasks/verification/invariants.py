@@ -182,7 +182,7 @@ def _check_sampling(iteration: Iteration) -> Iterator[str]:
 def _check_state(iteration: Iteration) -> Iterator[str]:
     """Check that each update names an optimizer state if one must be stored. An update without optimizer steps must
     name the state of the version before."""
-    run, update, every = iteration.run, iteration.update, state_every(iteration.run)
+    run, update, every = iteration.run, iteration.update, state_every(iteration.run, iteration.number)
     if not changed_model(update):
         if states_of(update) != states_of(iteration.policy):
             yield f"{update.key}: took no step but names another optimizer state than the previous version"
@@ -194,7 +194,7 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
 def _check_return(iteration: Iteration) -> Iterator[str]:
     """Check that the run reverted to an earlier policy exactly when an alarm requires it, and to the right version."""
     run, key = iteration.run, revert_key(iteration.number)
-    expected, manifest = required_revert(iteration, recorded_revert_alarms(run)), run.find(key)
+    expected, manifest = required_revert(iteration, recorded_revert_alarms(run, iteration.number)), run.find(key)
     if (None if manifest is None else manifest.detail) != expected:
         actual = "none" if manifest is None else manifest.detail
         yield f"{key}: expected {'none' if expected is None else expected}, found {actual}"

@@ -253,3 +253,20 @@ def test_the_store_of_a_fork_reads_like_a_directory_that_contains_all_objects(fo
     assert fork.read(shared) == whole.read(shared)
     with pytest.raises(Damaged):
         fork.read(missing[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["algorithm.kind=rloo"],
+        ["rollout.prompts=4", "rollout.group_size=6", "rollout.shard_prompts=1"],
+        ["update.kl={kind = 'k3', coefficient = 0.1}", "update.minibatches=1", "update.schedule=linear"],
+        ["algorithm.kl={coefficient = 0.1}"],
+        ["rollout.sampling.temperature=0.7", "evaluation.problems=4", "evaluation.every=1"],
+        ["update.state_every=2", "retention.rollouts_keep_last=1"],
+        ["rollout.dynamic={}"],
+    ],
+)
+def test_shared_iterations_are_verified_by_the_settings_with_which_they_were_computed(job, changes):
+    create_fork(request(job, "tiny@2", "fork", "iterations=4", *changes))
+    assert verify_run(str(job.store), "fork") == []
