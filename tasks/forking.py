@@ -11,6 +11,7 @@ from typing import Final
 from pydantic import JsonValue
 
 from rheostat.infra.config import Settings, changed_keys, describe_difference
+from rheostat.infra.costs import Cost, total
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput, Damaged, RunLocked
 from rheostat.infra.plugins import register_target_folder
@@ -84,6 +85,11 @@ class ForkPlan(Settings):
     """Number of stored objects that the fork shares."""
     shared_bytes: int
     """Total size of the shared objects in bytes. They are not copied."""
+    worker_seconds: float
+    """Estimated time for which workers will be reserved, in seconds: the mean of the parent's iterations, times the
+    number of iterations that are left to train."""
+    price: float
+    """Estimated cost of the iterations that are left to train, from the recorded prices of the parent's iterations."""
     exists: bool
     """Whether the fork was created before, so that it is only continued."""
 
@@ -92,11 +98,13 @@ class ForkPlan(Settings):
         count = format_count(self.shared_objects, "object")
         first = f"fork     {self.run}, from iteration {self.iteration} of {self.parent}"
         remaining = format_count(self.iterations - self.iteration, "iteration")
+        price = f", price about {self.price:,.4f}" if self.price else ""
         return [
             f"{first}{', which exists and is continued' if self.exists else ''}",
             f"shared   {count}, {self.shared_bytes / 1e6:,.1f} MB, not copied",
             f"changed  {self.changes or 'nothing'}",
-            f"trains   {remaining} more, up to iteration {self.iterations}",
+            f"trains   {remaining}, up to iteration {self.iterations}",
+            f"costs    about {self.worker_seconds:,.0f} worker seconds{price}, by the mean of {self.parent}",
         ]
 
 
@@ -164,6 +172,7 @@ def request_fork(
     earlier = [] if run.fork is None else run.fork.parts
     parts = [part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)]
     fork = Fork(parent=parent, iteration=number, parts=parts, shared=shared)
+    mean = _mean_cost(run)
     plan = ForkPlan(
         run=name,
         parent=parent,
@@ -172,6 +181,8 @@ def request_fork(
         changes=describe_difference(run.record.config, identity),
         shared_objects=sum(map(len, shared.values())),
         shared_bytes=num_bytes,
+        worker_seconds=mean.worker_seconds * (config.iterations - number),
+        price=mean.price * (config.iterations - number),
         exists=_exists(store, name, fork, identity),
     )
     return ForkRequest(plan, config, fork, _check_data(run, number, config))
@@ -349,6 +360,13 @@ def _is_journal_before(run: Run, key: str, number: int) -> bool:
         return first == 1 or records[first - 1].iteration <= number
     match = re.match(r"placement/(it|eval)-(\d+)/", name)
     return match is not None and int(match[2]) <= number
+
+
+def _mean_cost(run: Run) -> Cost:
+    """Return the mean costs of the completed iterations of a run, summed over all roles."""
+    costs = [total(each.provenance.costs.values()) for each in sealed_iterations(run) if each.provenance.costs]
+    whole, count = total(costs), max(len(costs), 1)
+    return Cost(worker_seconds=whole.worker_seconds / count, price=whole.price / count)
 
 
 def _exists(store: str, name: str, fork: Fork, identity: Mapping[str, JsonValue]) -> bool:

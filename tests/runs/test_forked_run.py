@@ -52,12 +52,10 @@ def request(job, point, name="fork", *overrides):
 
 
 def train_fork(job, point, name, *overrides):
-    asked = request(job, point, name, *overrides)
-    create_fork(asked)
     with job.prefect():
-        from rheostat.flows.train import train
+        from rheostat.flows.fork import fork
 
-        run_flow(train(asked.config))
+        run_flow(fork(point, name, [*overrides, "pools.cluster=threads", "report=false"], store=str(job.store)))
     return open_run(str(job.store), name)
 
 

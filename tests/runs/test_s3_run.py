@@ -18,14 +18,20 @@ from prefect.blocks.system import Secret
 from pyarrow.fs import S3FileSystem
 
 from rheostat.flows.cli.app import main
+from rheostat.flows.cli.train import run_flow
+from rheostat.flows.train import train
 from rheostat.infra.errors import BadInput, RunChanged
 from rheostat.infra.processes.guard import CLUSTER
 from rheostat.infra.store.bundles import CONTENTS
 from rheostat.infra.store.copies import copy_run
 from rheostat.infra.store.registry import open_registry
 from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.storage import open_store
 from rheostat.models.config.data import FileData
 from rheostat.models.data.problems import Problem, load_problems
+from rheostat.tasks.forking import create_fork, request_fork
+from rheostat.tasks.run.reverts import policy_after
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob, own_store
 from tests.support.jobs import SMALLEST, TINY, Job, digest_of, files_of, manifests_of, process_tree
 from tests.support.jobs import Fault as WorkerFault
@@ -221,6 +227,23 @@ def test_keys_from_a_secret_block_of_prefect_are_used_and_written_nowhere(
     assert "it-0001/seal" in place.manifests()
     assert all(SECRET_KEY.encode() not in store.read(entry.key) for entry in store.entries(""))
     assert all(SECRET_KEY.encode() not in path.read_bytes() for path in files_below(tmp_path))
+
+
+def test_a_fork_in_a_bucket_shares_the_objects_of_its_parent_and_is_trained(
+    s3_servers, reference, prefect_api, tmp_path
+):
+    place = s3_servers.start("moto").place()
+    place.open()
+    copy_run("tiny", own_store(reference, tmp_path), place.uri)
+    asked = request_fork(place.uri, "tiny@2", "fork", overrides=["pools.cluster=threads", "report=false"])
+    create_fork(asked)
+    with InProcessJob(tmp_path / "on", prefect_api, address=place.uri).prefect():
+        run_flow(train(asked.config))
+    fork, parent = open_run(place.uri, "fork"), open_run(place.uri, "tiny")
+    assert policy_after(fork, 3).bundles == policy_after(parent, 3).bundles
+    own = {entry.key for entry in open_store(f"{place.uri}/fork").entries("") if entry.key != "fork.json"}
+    assert own.isdisjoint(fork.fork.shared["tiny"]) and len(own) < len(fork.fork.shared["tiny"])
+    assert verify_run(place.uri, "fork") == []
 
 
 def test_a_copy_in_a_bucket_continues_like_a_copy_on_disk_and_is_copied_back_byte_for_byte(

@@ -243,7 +243,7 @@ def _read_columns(runs: Sequence[Run]) -> Columns:
         description = describe_open_run(run)
         own = columns_of(description.iterations, sealed_iterations(run), description.evaluations)
         names = [*COMPARED.values(), LOW, HIGH]
-        columns |= {f"{run.name}: {name}": [None] * first + own[name][first:] for name in names if name in own}
+        columns |= {f"{run.name}: {name}": [*([None] * first), *own[name][first:]] for name in names if name in own}
     return columns
 
 
