@@ -109,7 +109,7 @@ class ForkPlan(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class ForkRequest:
+class PlannedFork:
     """Checked request to create a fork."""
 
     plan: ForkPlan
@@ -132,7 +132,7 @@ def parse_fork_point(text: str) -> tuple[str, int]:
 
 def request_fork(
     store: str, point: str, name: str, *, overrides: Sequence[str] = (), job: Path | None = None
-) -> ForkRequest:
+) -> PlannedFork:
     """Check whether a run can be forked with these overrides, and return the request. Nothing is written.
 
     `point` has the form RUN@N, and `name` is the name of the fork. `job` is a job file that is used instead of the
@@ -185,10 +185,10 @@ def request_fork(
         price=mean.price * (config.iterations - number),
         exists=_exists(store, name, fork, identity),
     )
-    return ForkRequest(plan, config, fork, _check_data(run, number, config))
+    return PlannedFork(plan, config, fork, _check_data(run, number, config))
 
 
-def create_fork(request: ForkRequest) -> Run:
+def create_fork(request: PlannedFork) -> Run:
     """Create a fork, or open it if it exists, and return it. Raises RunLocked if another process creates the same fork,
     and BadInput if shared objects have been deleted since the request was checked."""
     store, name, fork = request.config.store, request.config.name, request.fork

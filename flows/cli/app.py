@@ -64,7 +64,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
             (train.reward_model, "configs/rlhf.toml"),
             (train.evaluate, "path/to/model --config configs/gsm8k.toml evaluation.problems=1319"),
             (sweep.sweep, "configs/demo.toml update.learning_rate=1e-3,3e-3 seed=0,1 --limit 2"),
-            (fork.fork, "demo@12 lower-rate update.learning_rate=1e-4"),
+            (fork.fork, "demo@12 higher-rate update.learning_rate=1e-3"),
         ),
     ),
     (

@@ -18,7 +18,7 @@ from rheostat.flows.cli.train import AcceptChange, describe_results, show_progre
 from rheostat.infra.terminal import Json, write
 
 if TYPE_CHECKING:
-    from rheostat.tasks.forking import ForkRequest
+    from rheostat.tasks.forking import PlannedFork
 
 Point = Annotated[str, Parameter(name="RUN@N", help="run and its last shared iteration; RUN@0 is its initial policy")]
 ForkName = Annotated[str, Parameter(name="NAME", help="name of the new run")]
@@ -73,7 +73,7 @@ def fork(
     )
 
 
-def _next_steps(request: "ForkRequest", store: str) -> str:
+def _next_steps(request: "PlannedFork", store: str) -> str:
     place = f" --store {store}" if store != DEFAULT_STORE else ""
     compared = f"rheostat compare {request.plan.parent} {request.plan.run}{place}"
     return format_next_steps({"compare both runs": compared})
