@@ -5,14 +5,16 @@ is deleted. Readers follow the tombstone, and every manifest stays unchanged.
 """
 
 from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 
 import pyarrow.parquet as pq
 
 from rheostat.infra.config import Settings
+from rheostat.infra.errors import RunLocked
 from rheostat.infra.store.chain import complete_manifests
 from rheostat.infra.store.dependencies import dependency_records
 from rheostat.infra.store.garbage import collect_garbage, delete_all
-from rheostat.infra.store.runs import Run, open_run, run_forks
+from rheostat.infra.store.runs import LOCK, Run, list_runs, open_run, run_forks, run_store
 from rheostat.infra.store.shards import ShardRef, current_shard, read_shard, rewrite_shard
 from rheostat.infra.store.tombstones import (
     FORGOTTEN,
@@ -46,24 +48,53 @@ class Forgotten(Settings):
     """Users' data files from which the run read its prompts. These files are never changed."""
 
 
-def with_forks(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs and all their forks, in the order in which prompts must be removed from them. A fork is before
-    the runs whose shards it shares, because it must write new shards before the shared ones are deleted."""
-    found, pending = dict[str, Run](), [*runs]
+def with_relatives(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs together with all runs that share shards with them: their forks, and the runs whose shards they
+    share. A fork comes before the runs whose shards it shares, because it must write its new shards before the old ones
+    are deleted. Raises RunLocked if a fork is being created."""
+    found, forks, pending = dict[str, Run](), dict[str, list[str]](), [*runs]
     while pending:
         run = pending.pop()
         if run.name not in found:
-            found[run.name] = run
-            pending += [open_run(run.store.uri.rpartition("/")[0], name) for name in run_forks(run)]
-    return sorted(found.values(), key=lambda run: (-len(run.fork.shared if run.fork else ()), run.name))
+            found[run.name], forks[run.name] = run, [fork.name for fork in _open_forks(run)]
+            owners = [] if run.fork is None else [name for name in run.fork.shared if name]
+            pending += [open_run(_home_of(run), name) for name in (*forks[run.name], *owners)]
+    return [found[name] for name in TopologicalSorter(forks).static_order()]
+
+
+def _open_forks(run: Run) -> list[Run]:
+    """Open the forks that share shards of a run. What an interrupted creation of a fork has left does not count,
+    because the next try deletes it."""
+    existing, opened = {*list_runs(_home_of(run))}, list[Run]()
+    for name in run_forks(run):
+        if name in existing:
+            opened.append(open_run(_home_of(run), name))
+        elif run_store(_home_of(run), name).lock_state(LOCK).state == "held":
+            raise RunLocked(f"fork {name!r} of run {run.name!r} is being created. Run this command again after that.")
+    return opened
+
+
+def _home_of(run: Run) -> str:
+    return run.store.uri.rpartition("/")[0]
+
+
+def _needed_by_forks(run: Run) -> set[str]:
+    """Return the keys of shards that forks share and have not replaced."""
+    return {
+        key
+        for fork in _open_forks(run)
+        if fork.fork is not None
+        for key in {*fork.fork.shared.get(run.name, ())} - {*replaced_shards(fork.manifests())}
+    }
 
 
 def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     """Report the data that a run has of the given prompts. If `delete` is true, also remove it, which requires a locked
     run.
 
-    If a call was interrupted, the next call finishes its work. Raises Damaged before anything is deleted if a record of
-    the run is missing, because shards that are named only there could not be found.
+    If a call was interrupted, the next call finishes its work. Shards that a fork shares are deleted only after the
+    fork has replaced them. Raises Damaged before anything is deleted if a record of the run is missing, because shards
+    that are named only there could not be found.
     """
     shards = _find_shards(run)
     prompts = {split: _find_prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
@@ -74,7 +105,7 @@ def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     exports = [key for key in _list_exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
     if delete:
         # including deleted shards, because this machine may have cached copies
-        delete_all(run, replaced_shards(run.manifests()))
+        delete_all(run, sorted({*replaced_shards(run.manifests())} - _needed_by_forks(run)))
         delete_all(run, [entry.key for entry in run.store.entries("report/") if entry.key.endswith(".html")])
         collect_garbage(run)
     return Forgotten(

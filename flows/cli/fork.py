@@ -1,5 +1,6 @@
 """Command that begins a run at an iteration of another run."""
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +15,20 @@ from rheostat.flows.cli.options import (
     Store,
     format_next_steps,
 )
-from rheostat.flows.cli.train import AcceptChange, describe_results, show_progress, train_here
+from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.flows.cli.train import describe_results, open_job, show_progress
 from rheostat.infra.terminal import Json, write
 
 if TYPE_CHECKING:
-    from rheostat.tasks.forking import PlannedFork
+    from rheostat.tasks.forks.creation import ForkPlan
 
-Point = Annotated[str, Parameter(name="RUN@N", help="run and its last shared iteration; RUN@0 is its initial policy")]
+Point = Annotated[
+    str,
+    Parameter(
+        name="RUN@N",
+        help="parent run and last shared iteration, such as demo@12; demo@0 begins with the initial policy",
+    ),
+]
 ForkName = Annotated[str, Parameter(name="NAME", help="name of the new run")]
 
 
@@ -31,11 +39,11 @@ class ForkOptions:
 
     config: Annotated[
         Path | None,
-        Parameter(
-            show_default="the stored configuration of the run", help="configuration file for the later iterations"
-        ),
+        Parameter(show_default="the stored configuration of the run", help="configuration file to use instead"),
     ] = None
-    accept_change: AcceptChange = False
+    accept_change: Annotated[
+        bool, Parameter(help="continue an existing fork even if reward code or library versions have changed")
+    ] = False
     dry_run: Annotated[
         bool, Parameter(help="check everything and print what would be shared, without writing anything")
     ] = False
@@ -54,26 +62,36 @@ def fork(
     display: Display = DEFAULT_DISPLAY,
     as_json: Json = False,
 ) -> None:
-    """Begin a run at an iteration of another run, and train it. Everything before is shared, not copied."""
-    from rheostat.tasks.forking import create_fork, request_fork
+    """Begin a run after iteration N of another run, and train it. Iterations 1 to N are shared, not copied."""
+    from rheostat.flows.cli.live import show_checks
+    from rheostat.tasks.forks.creation import create_fork, request_fork
+    from rheostat.tasks.run.preflight import preflight
 
-    request = request_fork(store, point, name, overrides=overrides, job=options.config)
+    planned = request_fork(store, point, name, overrides=overrides, job=options.config)
     if options.dry_run:
-        write(request.plan.model_dump_json(indent=2) if as_json else "\n".join(request.plan.lines()))
+        with show_checks(as_json=as_json):
+            asyncio.run(preflight(planned.config))
+        write(planned.plan.model_dump_json(indent=2) if as_json else "\n".join(planned.plan.lines()))
         return
-    create_fork(request)
     if not as_json and not display.quiet:
-        write("\n".join(request.plan.lines()))
-    with show_progress(request.config, display, as_json=as_json):
-        summary = train_here(request.config, accept_change=options.accept_change, port=display.port)
+        write("\n".join(planned.plan.lines()))
+    with (
+        show_progress(planned.config, display, as_json=as_json),
+        open_job(
+            planned.config, "rheostat.flows.train", accept_change=options.accept_change, port=display.port
+        ) as config,
+    ):
+        from rheostat.flows.train import train as train_flow
+
+        create_fork(planned)
+        summary = run_flow(train_flow(config, accept_change=options.accept_change))
     write(
         summary.model_dump_json(indent=2)
         if as_json
-        else f"{describe_results(summary, request.config)}\n{_next_steps(request, store)}"
+        else f"{describe_results(summary, planned.config)}\n{_next_steps(planned.plan, store)}"
     )
 
 
-def _next_steps(request: "PlannedFork", store: str) -> str:
+def _next_steps(plan: "ForkPlan", store: str) -> str:
     place = f" --store {store}" if store != DEFAULT_STORE else ""
-    compared = f"rheostat compare {request.plan.parent} {request.plan.run}{place}"
-    return format_next_steps({"compare both runs": compared})
+    return format_next_steps({"compare both runs": f"rheostat compare {plan.parent} {plan.run}{place}"})

@@ -327,7 +327,8 @@ def _put(
         return
     if _stored_digest(store, key) != digest:
         store.delete(key)
-        put()
+        if not put() and _stored_digest(store, key) != digest:
+            raise Damaged(f"{key!r} in {store.uri} is damaged and could not be replaced. Restore it from a copy.")
     elif durable:
         store.sync(key)  # an earlier put may not have been durable
 

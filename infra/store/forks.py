@@ -2,11 +2,12 @@
 
 The directory of a fork contains only the objects that the fork has written. Its record `fork.json` lists the objects
 that it shares, by the run that stores them. `open_shared` combines both into one store, so that all readers of a run
-also read forks. The runs that store shared objects contain a mark `forks/NAME.json`. They do not delete an object as
-long as a fork shares it.
+also read forks. Each run that stores shared objects contains a small file `forks/NAME.json`, the mark of the fork NAME,
+and does not delete an object as long as a fork shares it.
 
 A fork is created in this order: its record, the marks, and then the check that no shared object was deleted. A run that
-deletes objects first records the deletion and then reads the marks. So at least one of the two notices the other.
+deletes objects first records the deletion and then reads the marks. So either the deleting run finds the mark and keeps
+the objects, or the fork finds the record of the deletion and is not created.
 """
 
 from bisect import bisect_left
@@ -20,6 +21,7 @@ from typing import Annotated, Final
 from pydantic import Field, JsonValue
 
 from rheostat.infra.config import Settings
+from rheostat.infra.errors import Damaged
 from rheostat.infra.store.checksums import SealedRecord
 from rheostat.infra.store.contracts import Entry, Lease, LockState, Store, StoreTraits
 
@@ -28,6 +30,7 @@ FORK: Final = "fork.json"
 FORKS: Final = "forks/"
 """Prefix of the keys of marks, in the directory of a run whose objects are shared. The rest is the name of a fork."""
 _DELETED: Final = "manifests/retention/run.json"
+"""Key of the record that all data of a run was deleted."""
 
 
 class SharedPart(Settings):
@@ -49,12 +52,13 @@ class Fork(SealedRecord):
     parent: str
     """Name of the run from which the fork was made."""
     iteration: Annotated[int, Field(ge=0)]
-    """Last iteration that the fork shares with its parent. 0 means that only the initial policy is shared."""
+    """Last iteration that the fork shares with its parent. If it is 0, only results from before the first iteration are
+    shared, such as the initial policy and the prompts."""
     parts: list[SharedPart]
     """Shared iterations, in order. There are several parts if the parent is a fork itself."""
     shared: dict[str, list[str]]
     """Sorted keys of the shared objects, by name of the run that stores them. In a copy of the fork, which contains all
-    objects, this name is empty."""
+    objects itself, the only name is the empty string."""
 
     @property
     def point(self) -> str:
@@ -66,7 +70,8 @@ class Fork(SealedRecord):
         return self.model_copy(update={"shared": {"": sorted(key for keys in self.shared.values() for key in keys)}})
 
     def inherits(self, key: str) -> bool:
-        """Return whether an object was written by an earlier run and not by the fork."""
+        """Return whether an object was written by an earlier run and not by the fork. Also true in a copy of the
+        fork, which contains the object itself."""
         return any(_has(keys, key) for keys in self.shared.values())
 
 
@@ -102,6 +107,11 @@ class SharedStore:
         on_progress: Callable[[], None] = lambda: None,
     ) -> bool:
         if self.is_shared(key):
+            if not self.exists(key):
+                raise Damaged(
+                    f"{key!r} is missing from {self.owner(key).uri}, with which {self.uri} shares it. Restore the file "
+                    "from a copy of that run."
+                )
             return False
         return self.own.put(key, data, durable=durable, cache=cache, on_progress=on_progress)
 
@@ -110,10 +120,10 @@ class SharedStore:
             self.own.sync(key)
 
     def find(self, key: str) -> bytes | None:
-        return self._store_of(key).find(key)
+        return self.owner(key).find(key)
 
     def read(self, key: str) -> bytes:
-        return self._store_of(key).read(key)
+        return self.owner(key).read(key)
 
     def entries(self, prefix: str) -> list[Entry]:
         found = self.own.entries(prefix)
@@ -131,7 +141,7 @@ class SharedStore:
         return self.own.strays()
 
     def locate(self, key: str) -> str:
-        return self._store_of(key).locate(key)
+        return self.owner(key).locate(key)
 
     def now(self) -> datetime:
         return self.own.now()
@@ -140,7 +150,7 @@ class SharedStore:
         self.own.check()
 
     def exists(self, key: str) -> bool:
-        return self._store_of(key).exists(key)
+        return self.owner(key).exists(key)
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         found: dict[str, bool] = {}
@@ -153,10 +163,10 @@ class SharedStore:
             self.own.delete(key)
 
     def local_path(self, key: str) -> Path:
-        return self._store_of(key).local_path(key)
+        return self.owner(key).local_path(key)
 
     def cached_copy(self, key: str) -> Path | None:
-        return self._store_of(key).cached_copy(key)
+        return self.owner(key).cached_copy(key)
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
         for store, some in self._grouped(keys):
@@ -178,13 +188,15 @@ class SharedStore:
         """Return whether an object is stored by another run."""
         return any(_has(self.fork.shared[name], key) for name in self.stores)
 
-    def _store_of(self, key: str) -> Store:
+    def owner(self, key: str) -> Store:
+        """Return the store that contains an object, or would contain it: that of another run if the object is
+        shared."""
         return next((store for name, store in self.stores.items() if _has(self.fork.shared[name], key)), self.own)
 
     def _grouped(self, keys: Iterable[str]) -> Iterator[tuple[Store, list[str]]]:
         groups: dict[int, tuple[Store, list[str]]] = {}
         for key in keys:
-            store = self._store_of(key)
+            store = self.owner(key)
             groups.setdefault(id(store), (store, []))[1].append(key)
         yield from groups.values()
 
@@ -210,16 +222,23 @@ def is_shared(store: Store, key: str) -> bool:
     return isinstance(store, SharedStore) and store.is_shared(key)
 
 
-def forks_of(store: Store, open_run_store: Callable[[str], Store]) -> dict[str, Fork]:
+def owner_of(store: Store, key: str) -> Store:
+    """Return the store that contains an object: that of another run if the object is shared, otherwise `store`."""
+    return store.owner(key) if isinstance(store, SharedStore) else store
+
+
+def forks_of(store: Store, name: str, open_run_store: Callable[[str], Store]) -> dict[str, Fork]:
     """Return the forks that share objects of a run, by their names. Forks whose data was deleted are left out. `store`
-    is the store of the run, and `open_run_store` opens the directory of another run by its name."""
+    and `name` are those of the run, and `open_run_store` opens the directory of another run by its name."""
     found: dict[str, Fork] = {}
     for child in store.children(FORKS.rstrip("/")):
-        name = child.removesuffix(".json")
-        directory = open_run_store(name)
+        other = child.removesuffix(".json")
+        directory = open_run_store(other)
         content = directory.find(FORK)
         if content is not None and not directory.exists(_DELETED):
-            found[name] = Fork.unseal(content, where=f"{FORK!r} in {directory.uri}")
+            fork = Fork.unseal(content, where=f"{FORK!r} in {directory.uri}")
+            if name in fork.shared:  # else the name was used again
+                found[other] = fork
     return found
 
 

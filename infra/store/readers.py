@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from rheostat.infra.errors import StoreFailed
-from rheostat.infra.store.bundles import BundleRef
+from rheostat.infra.store.bundles import CONTENTS, BundleRef
 from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.forks import owner_of
 
 READERS: Final = "readers/"
 """Prefix of the keys that processes lock while they read a bundle (stored folder). It is followed by 16 digits of the
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[None]:
     """Run the block while no other process deletes the files of these bundles (stored folders). A deletion that has
-    already begun is not prevented.
+    already begun is not prevented. A bundle that a fork shares is protected in the run that stores it.
 
     If this process is not allowed to write to the store, a warning is logged that the files may be deleted in the
     meantime.
@@ -35,7 +36,7 @@ def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[No
     with ExitStack() as stack:
         for bundle in bundles:
             try:
-                _hold(store, bundle, stack)
+                _hold(owner_of(store, f"{bundle.key}/{CONTENTS}"), bundle, stack)
             except StoreFailed as error:
                 logger.warning(
                     "The files %s could not be protected while they are read, so retention may delete them: %s",

@@ -69,7 +69,7 @@ class Run:
 
     @property
     def fork(self) -> Fork | None:
-        """Record that names the run from which this run was forked, or None if it is no fork."""
+        """Record of the fork that this run is, or None if the run is no fork."""
         return fork_of(self.store)
 
     def config_at(self, iteration: int) -> dict[str, JsonValue]:
@@ -79,7 +79,7 @@ class Run:
         return next((part.config for part in parts if iteration <= part.iteration), self.record.config)
 
     def inherits(self, key: str) -> bool:
-        """Return whether a result was computed by the run from which this run was forked."""
+        """Return whether this run is a fork that shares a result with an earlier run."""
         return self.fork is not None and self.fork.inherits(f"{MANIFESTS}{key}.json")
 
     def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
@@ -410,12 +410,14 @@ def run_store(store_uri: str, name: str) -> Store:
 def run_forks(run: Run) -> dict[str, Fork]:
     """Return the forks that share objects of a run, by their names. Forks whose data was deleted are left out."""
     home = run.store.uri.rpartition("/")[0]
-    return forks_of(run.store, lambda other: open_store(f"{home}/{other}"))
+    return forks_of(run.store, run.name, lambda other: open_store(f"{home}/{other}"))
 
 
-def objects_of_forks(run: Run) -> frozenset[str]:
-    """Return the keys of the objects in a run's directory that forks share, so that they must not be deleted."""
-    return frozenset(key for fork in run_forks(run).values() for key in fork.shared.get(run.name, ()))
+def objects_of_forks(run: Run, *, without: str = "") -> frozenset[str]:
+    """Return the keys of the objects in a run's directory that forks share, so that they must not be deleted. The fork
+    named `without` is left out."""
+    forks = (fork for name, fork in run_forks(run).items() if name != without)
+    return frozenset(key for fork in forks for key in fork.shared.get(run.name, ()))
 
 
 def _holder(store: Objects) -> str:

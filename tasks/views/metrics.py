@@ -14,7 +14,7 @@ from rheostat.infra.statistics import mean_interval
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.models.config.training import EvaluationConfig
-from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
+from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 from rheostat.tasks.views.diagnosis import WAITED, compare_with_heldout, find_warnings
 
 _TERM_MEAN = re.compile(r"credit/term_(.+)_mean")
@@ -334,13 +334,15 @@ def _limited_share(metrics: Mapping[str, float]) -> float | None:
 
 def evaluations_of(run: Run) -> list[Accuracy]:
     """Return every held-out evaluation of a run, in order."""
-    temperature = evaluation_temperature(run)
-    return [accuracy_of(summary, temperature=temperature) for summary in _evaluation_summaries(run)]
+    summaries = [(each, StageKey.parse(each.key).evaluation) for each in _evaluation_summaries(run)]
+    return [accuracy_of(each, temperature=evaluation_temperature(run, number)) for each, number in summaries]
 
 
-def evaluation_temperature(run: Run) -> float:
-    """Return the sampling temperature of a run's held-out evaluations."""
-    return read_recorded(EvaluationConfig, run.record.config.get("evaluation", {})).temperature
+def evaluation_temperature(run: Run, number: int) -> float:
+    """Return the sampling temperature of a run's held-out evaluation after iteration `number`."""
+    is_shared = run.inherits(StageKey.of(evaluation_key(number), "summary"))
+    config = run.config_at(number) if is_shared else run.record.config
+    return read_recorded(EvaluationConfig, config.get("evaluation", {})).temperature
 
 
 def _evaluation_summaries(run: Run) -> list[Manifest]:

@@ -93,7 +93,7 @@ class ProgressReader:
             if number not in self._evaluations and (
                 summary := run.find(StageKey.of(evaluation_key(number), "summary"))
             ):
-                self._evaluations[number] = accuracy_of(summary, temperature=evaluation_temperature(run))
+                self._evaluations[number] = accuracy_of(summary, temperature=evaluation_temperature(run, number))
         open_evaluations = [number for number in evaluated if number not in self._evaluations]
         sealed_count = len(self._reports)
         return RunProgress(

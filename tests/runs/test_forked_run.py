@@ -1,6 +1,7 @@
 """Forks: a run that begins at an iteration of another run and shares everything before it."""
 
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,18 +13,20 @@ from rheostat.infra.store.bundles import has_bundle
 from rheostat.infra.store.copies import copy_run
 from rheostat.infra.store.garbage import Rules, collect_garbage, delete_run, select_runs
 from rheostat.infra.store.local import LocalStore
-from rheostat.infra.store.runs import list_runs, open_run, run_store
+from rheostat.infra.store.readers import bundles_in_use, keep_while_read
+from rheostat.infra.store.runs import list_runs, open_run, run_forks, run_store
 from rheostat.infra.store.shards import read_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.infra.store.tombstones import Deleted, write_tombstone
 from rheostat.models.records.versions import policy_of
+from rheostat.tasks import forgetting
 from rheostat.tasks.commit import retire_bundles
-from rheostat.tasks.forking import create_fork, request_fork
+from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.run.reverts import policy_after
 from rheostat.tasks.verification.invariants import verify_run
 from rheostat.tasks.views.report.comparison import compare_runs, comparison_page
 from tests.support.in_process import InProcessJob, copy_job, run_command
-from tests.support.jobs import manifests_of
+from tests.support.jobs import TINY, manifests_of
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -81,12 +84,20 @@ def test_a_fork_without_changes_ends_at_the_bits_of_its_parent_and_copies_no_obj
     assert [verify_run(str(forked.store), name) for name in ("same", "tiny")] == [[], []]
 
 
+OTHERS = (
+    "update.learning_rate=3e-3",
+    "scoring.rewards=[{kind = 'exact_match'}]",
+    "update.kl={kind = 'k3', coefficient = 0.2, adaptive = {target = 0.01}}",
+)
+
+
 def test_a_fork_follows_its_own_settings_after_the_shared_iterations(job):
-    fork = train_fork(job, "tiny@2", "other", "update.learning_rate=3e-3", "scoring.rewards=[{kind = 'exact_match'}]")
+    fork = train_fork(job, "tiny@2", "other", *OTHERS)
     parent = open_run(str(job.store), "tiny")
     assert fork.require("it-0002/seal").digest == parent.require("it-0002/seal").digest
     assert policy_of(policy_after(fork, 3)).digest != policy_of(policy_after(parent, 3)).digest
     assert fork.require("it-0003/seal").run == fork.record.fingerprint != parent.record.fingerprint
+    assert fork.require("it-0003/update").metrics["kl_coefficient"] == 0.2
     assert verify_run(str(job.store), "other") == []
     compared = compare_runs(str(job.store), ["tiny", "other"])
     assert [each.forked_from for each in compared.runs] == ["", "tiny@2"]
@@ -118,8 +129,8 @@ def test_the_command_shows_the_fork_before_it_writes_and_refuses_what_cannot_be_
         ("tiny", [], "does not name an iteration of a run. Write RUN@N"),
         ("tinny@2", [], "no run 'tinny'.* tiny"),
         ("tiny@4", [], "no completed iteration 4. Choose one from 0"),
-        ("tiny@1", [], "no longer has the policy of iteration 1.* 0, 2, 3"),
-        ("tiny@3", [], "iterations is 3, so that no iteration is left to train. Set iterations to 4 or more"),
+        ("tiny@1", [], "cannot be forked at iteration 1, because policy 1 is not stored.* 0, 2, 3"),
+        ("tiny@3", [], "iterations is 3, but the fork begins after iteration 3. Set iterations to 4 or more"),
         ("tiny@2", ["data.options.train_problems=65"], "data.options.train_problems cannot change, because"),
         ("tiny@2", ["policy.hidden_size=32"], "policy.hidden_size cannot change, because"),
         ("tiny@2", ["warmup.steps=11"], "warmup.steps cannot change, because"),
@@ -128,6 +139,12 @@ def test_the_command_shows_the_fork_before_it_writes_and_refuses_what_cannot_be_
         ("tiny@2", ["rollout.sampling.max_new_tokens=25"], "max_new_tokens cannot be above 24"),
         ("tiny@2", ["algorithm.kind=ppo"], "algorithm.kind cannot be 'ppo', because the shared iterations trained no"),
         ("tiny@2", ["update.learning_rat=1"], "learning_rate"),
+        (
+            "tiny@3",
+            ["iterations=4", "rollout.staleness=2"],
+            "policy 1 is not stored, which rollout.staleness = 2 needs",
+        ),
+        ("tiny@2", ["alarms=[{kind='length_collapse', action='revert'}]"], "policy 1 is not stored, to which an alarm"),
     ],
 )
 def test_a_fork_that_cannot_share_its_beginning_is_refused_by_name(job, point, overrides, message):
@@ -175,23 +192,6 @@ def test_a_copy_of_a_fork_has_all_objects(forked, tmp_path):
     assert copy.fork.point == "tiny@2"
 
 
-def test_prompts_are_forgotten_in_a_fork_before_its_parent(forked_copy, tmp_path):
-    store = str(forked_copy.store)
-    fork = open_run(store, "same")
-    rows = read_shard(fork.store, fork.require("prompts/train").shards[0]).to_pylist()
-    used = read_shard(fork.store, fork.require("it-0001/rollout/0000").shards[0], ["prompt_row"])
-    row = rows[used["prompt_row"][0].as_py()]
-    (tmp_path / "ids").write_text(row["prompt_id"])
-    ended = run_command("forget", "tiny", "--prompt-ids", str(tmp_path / "ids"), "--delete", "--store", store)
-    assert ended.code == 0 and "run same: 1 of 1 prompt found" in ended.output
-    for name in ("same", "tiny"):
-        assert verify_run(store, name) == []
-    for shard in (path for path in forked_copy.store.rglob("*.arrow")):
-        assert row["text"].encode() not in shard.read_bytes()
-    with pytest.raises(BadInput, match="`rheostat forget` removed prompts"):
-        request(forked_copy, "tiny@2")
-
-
 def test_a_fork_whose_creation_was_interrupted_at_any_write_is_created_by_the_same_command(job, tmp_path, monkeypatch):
     asked, put, left = request(job, "tiny@2"), LocalStore.put, [0]
 
@@ -215,11 +215,146 @@ def test_a_fork_whose_creation_was_interrupted_at_any_write_is_created_by_the_sa
 def test_a_fork_with_other_settings_replaces_one_that_was_not_completed(job, monkeypatch):
     begun, other = request(job, "tiny@0", "fork", "iterations=1"), request(job, "tiny@2")
     with monkeypatch.context() as patch:
-        patch.setattr("rheostat.tasks.forking.record_dependencies", lambda *_, **__: 1 / 0)
+        patch.setattr("rheostat.tasks.forks.creation.record_dependencies", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             create_fork(begun)
     assert create_fork(other).fork.point == "tiny@2"
     assert verify_run(str(job.store), "fork") == []
+
+
+@pytest.mark.parametrize("name", ["registry", "../outside", "Fork"])
+def test_names_that_a_run_cannot_have_are_refused(job, name):
+    (job.home / "tiny.toml").write_text(TINY)
+    for file in (None, job.home / "tiny.toml"):
+        with pytest.raises(BadInput, match="name"):
+            request_fork(str(job.store), "tiny@2", name, job=file)
+
+
+def test_files_that_the_creation_of_a_fork_has_not_written_are_not_deleted(job):
+    kept = job.store / "fork" / "manifests" / "mine"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    with pytest.raises(BadInput, match="already contains files"):
+        create_fork(request(job, "tiny@2"))
+    assert kept.read_text() == "mine"
+
+
+def test_of_two_forks_that_are_planned_under_one_name_the_second_does_not_replace_results_of_the_first(forked_copy):
+    first, second = request(forked_copy, "tiny@2", "x"), request(forked_copy, "tiny@3", "x", "iterations=4")
+    again = request(forked_copy, "tiny@2", "x", "update.learning_rate=3e-3")
+    create_fork(first)
+    with pytest.raises(BadInput, match="not a fork of tiny@3"):
+        create_fork(second)
+    replaced = create_fork(again)
+    assert replaced.record.config["update"]["learning_rate"] == 3e-3, "the fork had no own results"
+    assert verify_run(str(forked_copy.store), "x") == []
+
+
+def test_a_policy_that_is_kept_for_one_fork_can_be_shared_by_another(forked_copy):
+    store = str(forked_copy.store)
+    parent = open_run(store, "tiny")
+    with parent.lock():
+        retire_bundles(parent, [*policy_after(parent, 2).bundles.values()])
+    for point, name in (("tiny@2", "second"), ("same@2", "third")):
+        fork = create_fork(request(forked_copy, point, name))
+        assert all(has_bundle(fork.store, ref) for ref in policy_after(fork, 2).bundles.values())
+        assert verify_run(store, name) == []
+
+
+def test_an_old_mark_of_a_fork_whose_name_was_used_again_keeps_nothing(forked_copy):
+    create_fork(request(forked_copy, "same@3", "again", "iterations=4"))
+    shutil.rmtree(forked_copy.store / "again")
+    create_fork(request(forked_copy, "tiny@2", "again"))
+    assert {*run_forks(open_run(str(forked_copy.store), "tiny"))} == {"same", "again"}
+    assert not run_forks(open_run(str(forked_copy.store), "same"))
+
+
+def test_a_shared_object_that_was_lost_is_damage_and_not_written_again(forked_copy):
+    fork = open_run(str(forked_copy.store), "same")
+    shard = fork.require("it-0001/rollout/0000").shards[0]
+    (forked_copy.run / shard.key).unlink()
+    with pytest.raises(Damaged, match="shares it"):
+        fork.store.put(shard.key, b"content")
+    assert verify_run(str(forked_copy.store), "same")
+
+
+def test_a_policy_that_a_reader_of_a_fork_uses_is_kept_by_its_parent(forked_copy):
+    fork, parent = (open_run(str(forked_copy.store), name) for name in ("same", "tiny"))
+    weights = policy_after(fork, 2).bundles["weights"]
+    with keep_while_read(fork.store, [weights]):
+        assert weights.digest[:16] in bundles_in_use(parent.store)
+
+
+def forget(store, *names, ids):
+    return run_command("forget", *names, "--prompt-ids", str(ids), "--delete", "--store", str(store))
+
+
+@pytest.fixture
+def ids(forked, tmp_path):
+    """File with the id of a prompt that the first shard of the tiny run contains."""
+    run = open_run(str(forked.store), "tiny")
+    rows = read_shard(run.store, run.require("prompts/train").shards[0], ["prompt_id"])["prompt_id"]
+    used = read_shard(run.store, run.require("it-0001/rollout/0000").shards[0], ["prompt_row"])["prompt_row"]
+    (tmp_path / "ids").write_text(rows[used[0].as_py()].as_py())
+    return tmp_path / "ids"
+
+
+def test_prompts_are_forgotten_in_a_fork_and_its_parent(forked_copy, ids):
+    ended = forget(forked_copy.store, "tiny", ids=ids)
+    assert ended.code == 0 and "run same: 1 of 1 prompt found" in ended.output
+    run = open_run(str(forked_copy.store), "tiny")
+    for name in ("same", "tiny"):
+        assert verify_run(str(forked_copy.store), name) == []
+    rows = read_shard(run.store, run.require("prompts/train").shards[0]).to_pylist()
+    [forgotten] = [row for row in rows if row["prompt_id"] == ids.read_text()]
+    assert not forgotten["text"]
+    kept = {path.name for path in forked_copy.run.rglob("*.arrow")}
+    assert run.require("prompts/train").shards[0].key.rpartition("/")[2] not in kept, "the shard with the text"
+    with pytest.raises(BadInput, match="`rheostat forget` removed prompts"):
+        request(forked_copy, "tiny@2")
+
+
+def test_a_fork_of_a_copied_fork_forgets_prompts_before_the_copy(forked, ids, tmp_path):
+    store = tmp_path / "copies"
+    copy_run("same", str(forked.store), str(store))
+    create_fork(request_fork(str(store), "same@3", "zz", overrides=["iterations=4", "report=false"]))
+    ended = forget(store, "zz", ids=ids)
+    assert ended.code == 0 and "run same: 1 of 1 prompt found" in ended.output, "the run whose shards are shared"
+    assert [verify_run(str(store), name) for name in ("zz", "same")] == [[], []]
+
+
+def test_a_fork_that_is_created_while_prompts_are_removed_keeps_its_shards_until_it_has_replaced_them(
+    forked_copy, ids, monkeypatch
+):
+    late = request(forked_copy, "tiny@2", "late")
+    remove = forgetting.remove_prompts
+
+    def create_first(run, chosen, *, delete):
+        if delete:
+            monkeypatch.undo()
+            create_fork(late)
+        return remove(run, chosen, delete=delete)
+
+    monkeypatch.setattr(forgetting, "remove_prompts", create_first)
+    ended = forget(forked_copy.store, "tiny", ids=ids)
+    assert ended.code == 2 and "was forked while prompts were removed" in ended.output
+    assert verify_run(str(forked_copy.store), "late") == []
+    assert forget(forked_copy.store, "tiny", ids=ids).code == 0
+    assert [verify_run(str(forked_copy.store), name) for name in ("late", "same", "tiny")] == [[], [], []]
+
+
+def test_what_an_interrupted_creation_has_left_does_not_prevent_that_prompts_are_forgotten(
+    forked_copy, ids, monkeypatch
+):
+    planned = request(forked_copy, "tiny@2", "half")
+    with monkeypatch.context() as patch:
+        patch.setattr("rheostat.tasks.forks.creation.record_dependencies", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            create_fork(planned)
+    assert forget(forked_copy.store, "tiny", ids=ids).code == 0
+    with pytest.raises(BadInput, match="has changed meanwhile"):
+        create_fork(planned)
+    assert [verify_run(str(forked_copy.store), name) for name in ("same", "tiny")] == [[], []]
 
 
 def test_a_fork_is_refused_if_its_parent_deletes_shared_objects_meanwhile(job):
@@ -227,7 +362,7 @@ def test_a_fork_is_refused_if_its_parent_deletes_shared_objects_meanwhile(job):
     weights = policy_after(parent, 2).bundles["weights"]
     with parent.lock():
         write_tombstone(parent, weights.digest[:16], Deleted(bundle=weights.key))
-    with pytest.raises(BadInput, match="were deleted meanwhile"):
+    with pytest.raises(BadInput, match="has changed meanwhile"):
         create_fork(asked)
 
 

@@ -29,7 +29,7 @@ from rheostat.infra.store.runs import open_run
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.data import FileData
 from rheostat.models.data.problems import Problem, load_problems
-from rheostat.tasks.forking import create_fork, request_fork
+from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.run.reverts import policy_after
 from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob, own_store

@@ -1,0 +1,279 @@
+"""Creation of forks: runs that begin at an iteration of another run, share everything before it without a copy, and
+continue with their own configuration."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import JsonValue
+
+from rheostat.infra.config import Settings, describe_difference
+from rheostat.infra.costs import Cost, total
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.plugins import register_target_folder
+from rheostat.infra.store.chain import Chain
+from rheostat.infra.store.checksums import seal
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.dependencies import (
+    Dependencies,
+    dependency_records,
+    record_dependencies,
+    recorded_config,
+)
+from rheostat.infra.store.forks import FORK, FORKS, Fork, SharedPart, SharedStore
+from rheostat.infra.store.inputs import PathNames
+from rheostat.infra.store.run_record import RECORD, new_record
+from rheostat.infra.store.runs import LOCK, MANIFESTS, Run, list_runs, open_run
+from rheostat.infra.store.storage import open_store
+from rheostat.infra.store.tombstones import FORGOTTEN, check_not_deleted, deleted_parts
+from rheostat.tasks.config.documents import place_overrides
+from rheostat.tasks.config.run import RunConfig, load_config, override_config, parse_config
+from rheostat.tasks.forks.conflicts import check_policies_stored, find_conflicts, find_fixed
+from rheostat.tasks.forks.sharing import find_shared
+from rheostat.tasks.run.dependencies import dependencies_of
+from rheostat.tasks.run.preflight import with_recorded_defaults
+from rheostat.tasks.views.metrics import sealed_iterations
+from rheostat.tasks.views.runs import open_known_run
+
+_POINT: Final = re.compile(r"(?P<run>[^@]+)@(?P<iteration>\d{1,9})")
+_WRITTEN_FIRST: Final = (FORK, LOCK, "chain/", "journal/", "lease/", "lease")
+"""Keys, and prefixes of keys, of the objects that exist before the record of a new fork is written."""
+
+
+class ForkPlan(Settings):
+    """Description of a fork before it is created or continued."""
+
+    run: str
+    """Name of the fork."""
+    parent: str
+    """Name of the run from which the fork is made."""
+    iteration: int
+    """Last iteration that the fork shares with its parent."""
+    iterations: int
+    """Number of iterations of the fork, including the shared ones."""
+    changes: str
+    """Settings that differ from those of the parent, each with its old and new value, or an empty string."""
+    shared_objects: int
+    """Number of stored objects that the fork shares."""
+    shared_bytes: int
+    """Total size of the shared objects in bytes. They are not copied."""
+    worker_seconds: float
+    """Estimated time for which workers will be reserved, in seconds: the mean of the parent's iterations, times the
+    number of iterations that are left to train."""
+    price: float
+    """Estimated cost of the iterations that are left to train, from the recorded prices of the parent's iterations."""
+    exists: bool
+    """Whether the fork was created before, so that it is only continued."""
+
+    def lines(self) -> list[str]:
+        """Describe the fork as lines for the terminal."""
+        count = format_count(self.shared_objects, "object")
+        first = f"fork     {self.run}, from iteration {self.iteration} of {self.parent}"
+        remaining = format_count(self.iterations - self.iteration, "iteration")
+        price = f", price about {self.price:,.4f}" if self.price else ""
+        return [
+            f"{first}{' (the fork exists and is continued)' if self.exists else ''}",
+            f"shared   {count}, {self.shared_bytes / 1e6:,.1f} MB, not copied",
+            f"changed  {self.changes or 'nothing'}",
+            f"trains   {remaining}, up to iteration {self.iterations}",
+            f"costs    about {self.worker_seconds:,.0f} worker seconds{price} (iterations of {self.parent} on average)",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFork:
+    """Fork whose settings have been checked. It need not exist yet."""
+
+    plan: ForkPlan
+    config: RunConfig
+    """Configuration of the fork."""
+    fork: Fork
+    dependencies: Dependencies
+    """Code, data files and library versions with which the fork continues."""
+
+
+def parse_fork_point(text: str) -> tuple[str, int]:
+    """Parse `RUN@N`, which names an iteration of a run. Raises BadInput if the text has another form."""
+    match = _POINT.fullmatch(text)
+    if match is None:
+        raise BadInput(
+            f"{text!r} does not name an iteration of a run. Write RUN@N, such as demo@12. demo@0 is the initial policy."
+        )
+    return match["run"], int(match["iteration"])
+
+
+def request_fork(
+    store: str, point: str, name: str, *, overrides: Sequence[str] = (), job: Path | None = None
+) -> PlannedFork:
+    """Check whether a run can be forked with these overrides, and return the planned fork. Nothing is written.
+
+    `point` has the form RUN@N, and `name` is the name of the fork. `job` is a job file that is used instead of the
+    stored configuration of the run. Raises BadInput with the setting that cannot change, or with the reason why the
+    iteration cannot be shared.
+    """
+    parent, number = parse_fork_point(point)
+    run = open_known_run(store, parent)
+    check_not_deleted(run)
+    if FORGOTTEN in deleted_parts(run):
+        raise BadInput(
+            f"run {parent!r} cannot be forked, because `rheostat forget` removed prompts from its rollouts. Start a "
+            "new run with data that does not contain them."
+        )
+    num_sealed = len(sealed_iterations(run))
+    if number > num_sealed:
+        raise BadInput(
+            f"{point}: run {parent!r} has no completed iteration {number}. Choose one from 0 (the initial policy) to "
+            f"{num_sealed}."
+        )
+    for override in overrides:
+        if (reason := find_fixed(override.partition("=")[0].strip())) is not None:
+            raise BadInput(f"fork {name!r} of {point}: {reason}.")
+    before = _parse_recorded(run, store)
+    config = _build_config(run, store, name, overrides, job, num_sealed)
+    identity = config.identity(run.record.config)
+    for reason in find_conflicts(run, number, before, config, identity):
+        raise BadInput(f"fork {name!r} of {point}: {reason}.")
+    if config.iterations <= number:
+        raise BadInput(
+            f"fork {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
+            f"{number}. Set iterations to {number + 1} or more."
+        )
+    check_policies_stored(run, number, config, num_sealed=num_sealed)
+    shared, num_bytes = find_shared(run, number, name=name)
+    own = SharedPart(iteration=number, fingerprint=run.record.fingerprint, config=run.record.config)
+    earlier = [] if run.fork is None else run.fork.parts
+    parts = [part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)]
+    fork, mean = Fork(parent=parent, iteration=number, parts=parts, shared=shared), _mean_cost(run)
+    plan = ForkPlan(
+        run=name,
+        parent=parent,
+        iteration=number,
+        iterations=config.iterations,
+        changes=describe_difference(run.record.config, identity),
+        shared_objects=sum(map(len, shared.values())),
+        shared_bytes=num_bytes,
+        worker_seconds=mean.worker_seconds * (config.iterations - number),
+        price=mean.price * (config.iterations - number),
+        exists=_is_existing(store, name, fork, identity),
+    )
+    return PlannedFork(plan, config, fork, _check_data(run, number, config))
+
+
+def create_fork(planned: PlannedFork) -> Run:
+    """Create a fork, or open it if it exists, and return it. What an interrupted creation has left, or a fork without
+    own results that has other settings, is deleted first.
+
+    Raises RunLocked if another process has locked the fork. Raises BadInput if another run or other files have its
+    name, or if shared objects have been deleted since the fork was planned.
+    """
+    store, name, fork = planned.config.store, planned.config.name, planned.fork
+    home = store.rstrip("/")
+    parent, own = open_run(store, fork.parent), open_store(f"{home}/{name}")
+    identity = planned.config.identity(parent.record.config)
+    stores = {owner: open_store(f"{home}/{owner}") for owner in fork.shared}
+    run = Run(SharedStore(own, fork, stores), new_record(name, identity))
+    with run.lock():
+        if _is_existing(store, name, fork, identity):
+            return open_run(store, name)
+        _delete_leftovers(own, name)
+        own.put(FORK, fork.seal())
+        for directory in stores.values():
+            directory.put(f"{FORKS}{name}.json", seal({"fork": name}))
+        if find_shared(parent, fork.iteration, name=name)[0] != fork.shared:
+            for directory in stores.values():
+                directory.delete(f"{FORKS}{name}.json")
+            own.delete(FORK)
+            raise BadInput(
+                f"fork {name!r} was not created, because run {fork.parent!r} has changed meanwhile. Run the same "
+                "command again."
+            )
+        record_dependencies(
+            run,
+            planned.dependencies,
+            iteration=fork.iteration + 1,
+            folder=PathNames(planned.config).folder,
+            accept_change=True,
+        )
+        Chain(run).link("fork")
+        own.put(RECORD, run.record.seal())  # last, because from now on the run exists
+    return open_run(store, name)
+
+
+def _delete_leftovers(own: Store, name: str) -> None:
+    """Delete what the directory of a new fork contains. Raises BadInput, and deletes nothing, if it contains anything
+    that the creation of a fork does not write."""
+    keys = [entry.key for entry in own.entries("")]
+    foreign = [key for key in keys if not key.startswith((*_WRITTEN_FIRST, RECORD))]
+    if foreign or (FORK not in keys and any(not key.startswith((LOCK, "lease")) for key in keys)):
+        raise BadInput(
+            f"the folder {name!r} in the store {own.uri.rpartition('/')[0]} already contains files, such as "
+            f"{(foreign or keys)[0]!r}. Choose another name for the fork."
+        )
+    for key in sorted(keys, key=lambda key: key != RECORD):  # the record first: without it, there is no run
+        if not key.startswith((LOCK, "lease")):
+            own.delete(key)
+
+
+def _parse_recorded(run: Run, store: str) -> RunConfig:
+    document = {**recorded_config(run), "name": run.name, "store": store}
+    return parse_config(document, source=f"run {run.name}", recorded=True)
+
+
+def _build_config(
+    run: Run, store: str, name: str, overrides: Sequence[str], job: Path | None, num_sealed: int
+) -> RunConfig:
+    """Return the configuration of a fork. Settings that are not given have the values of the run that is forked."""
+    if job is not None:
+        register_target_folder(job.parent)
+        config = load_config(job, [*overrides, f"name={json.dumps(name)}", f"store={json.dumps(store)}"])
+        of_parent = with_recorded_defaults(config.model_copy(update={"name": run.name}))
+        return of_parent.model_copy(update={"name": config.name})
+    records = dependency_records(run)
+    folder = Path(records[-1].folder) if records and records[-1].folder else Path.cwd()
+    register_target_folder(folder)
+    document: dict[str, object] = {"iterations": num_sealed, **recorded_config(run), "name": name, "store": store}
+    placed = place_overrides(overrides, Path.cwd(), job=folder)
+    return override_config(document, placed, source=f"fork of run {run.name}", recorded=True)
+
+
+def _mean_cost(run: Run) -> Cost:
+    """Return the mean costs of the completed iterations of a run, summed over all roles."""
+    costs = [total(each.provenance.costs.values()) for each in sealed_iterations(run) if each.provenance.costs]
+    whole, count = total(costs), max(len(costs), 1)
+    return Cost(worker_seconds=whole.worker_seconds / count, price=whole.price / count)
+
+
+def _is_existing(store: str, name: str, fork: Fork, identity: Mapping[str, JsonValue]) -> bool:
+    """Return whether the fork was created before. Raises BadInput if another run has its name, or if the fork has own
+    results that were computed with other settings."""
+    if name not in list_runs(store):
+        return False
+    run = open_run(store, name)
+    existing = run.fork
+    if existing is None or (existing.parent, existing.iteration) != (fork.parent, fork.iteration):
+        raise BadInput(
+            f"a run {name!r} already exists in {store!r}, and it is not a fork of {fork.point}. Choose another name."
+        )
+    changes = describe_difference(run.record.config, identity)
+    has_own_results = any(not existing.inherits(entry.key) for entry in run.store.entries(MANIFESTS))
+    if changes and has_own_results:
+        raise BadInput(f"fork {name!r} already exists with other settings: {changes}. Choose another name.")
+    return not changes
+
+
+def _check_data(run: Run, number: int, config: RunConfig) -> Dependencies:
+    """Return the code, data files and library versions with which a fork continues. Raises BadInput if a data file has
+    changed since the shared iterations."""
+    now = dependencies_of(config, run)
+    records = [each for each in dependency_records(run) if each.iteration <= max(number, 1)]
+    for record in records[-1:]:
+        for change in record.dependencies.changes(record.dependencies.model_copy(update={"data": now.data})):
+            raise BadInput(
+                f"fork {config.name!r} of {run.name}@{number}: {change}. A fork continues with the data of its parent. "
+                "Restore the file."
+            )
+    return now
