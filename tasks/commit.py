@@ -162,8 +162,8 @@ def _retire_shards(run: Run, number: int) -> None:
 
 def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
     """Delete the files of policies, critics and optimizer states (bundles), and record the deletion in tombstones.
-    Return the bundles whose files are kept for now, because a live process reads them. Files that a fork shares stay,
-    too.
+    Return the bundles whose files are kept for now, because a live process reads them. Files that a fork
+    shares are kept as well, but not returned.
 
     The files of the kept bundles stay until a later call or `rheostat gc` deletes them. If a call was interrupted, the
     next call finishes its work.

@@ -323,7 +323,8 @@ class Run:
         if manifest.run not in ("", self.record.fingerprint, *inherited):
             raise Damaged(
                 f"manifest {key!r} of run {self.name!r} was created by a configuration with fingerprint "
-                f"{manifest.run}, but run.json names {self.record.fingerprint}. Restore run.json from a copy."
+                f"{manifest.run}, but the records of the run name {', '.join((self.record.fingerprint, *inherited))}. "
+                "Restore run.json and fork.json from a copy."
             )
         return self._remember(manifest)
 

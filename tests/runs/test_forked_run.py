@@ -141,7 +141,7 @@ def test_the_command_shows_the_fork_before_it_writes_and_refuses_what_cannot_be_
         ("tiny@2", ["update.learning_rat=1"], "learning_rate"),
         (
             "tiny@3",
-            ["iterations=4", "rollout.staleness=2"],
+            ["iterations=4", "rollout.staleness=2", "retention.keep_last=4"],
             "policy 1 is not stored, which rollout.staleness = 2 needs",
         ),
         ("tiny@2", ["alarms=[{kind='length_collapse', action='revert'}]"], "policy 1 is not stored, to which an alarm"),
@@ -239,7 +239,7 @@ def test_files_that_the_creation_of_a_fork_has_not_written_are_not_deleted(job):
     assert kept.read_text() == "mine"
 
 
-def test_of_two_forks_that_are_planned_under_one_name_the_second_does_not_replace_results_of_the_first(forked_copy):
+def test_a_fork_replaces_another_one_of_its_name_only_if_that_has_no_own_results(forked_copy):
     first, second = request(forked_copy, "tiny@2", "x"), request(forked_copy, "tiny@3", "x", "iterations=4")
     again = request(forked_copy, "tiny@2", "x", "update.learning_rate=3e-3")
     create_fork(first)

@@ -235,7 +235,7 @@ def _test_paragraphs(comparison: Comparison) -> str:
 
 def _read_columns(runs: Sequence[Run]) -> Columns:
     """Return the numbers that are compared, for all runs. Each column has the name "run: column". The numbers of a fork
-    begin at its last shared iteration if its parent is among the runs, so that its line starts on that of its
+    begin at its last shared iteration if its parent is among the runs, so that its curve starts on the curve of its
     parent."""
     columns, names_of_runs = Columns(), [run.name for run in runs]
     for run in runs:
