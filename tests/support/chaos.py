@@ -36,6 +36,7 @@ from rheostat.flows.cli.app import main as command
 from rheostat.infra.store.disk import open_temporary, publish_file
 from rheostat.infra.store.garbage import collect_garbage
 from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
 from tests.support import checker, faults
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import (
@@ -44,6 +45,7 @@ from tests.support.jobs import (
     Fault,
     Job,
     leftovers_of,
+    manifest_of,
     manifests_of,
     shards_of,
     works_of,
@@ -343,6 +345,42 @@ def begun_again(home: Path) -> int:
 S = TypeVar("S", Strike, Storm)
 
 
+def compare_manifests(run: Path, whole: Path) -> list[str]:
+    """Return the differences of a run from the undisturbed one: results with other digests, and missing shards."""
+    problems = []
+    if manifests_of(run) != manifests_of(whole):
+        changed = manifests_of(run).items() ^ manifests_of(whole).items()
+        problems.append(f"other manifests: {sorted({key for key, _ in changed})[:5]}")
+    if not shards_of(run) >= shards_of(whole):
+        problems.append("shards are missing")
+    return problems
+
+
+def compare_apart_from_replays(run: Path, whole: Path) -> list[str]:
+    """Return the differences of a run with agents from the undisturbed one. The field `replayed` of a turn may differ,
+    because it says whether a stored answer was given again after a kill. Digests of rollouts and of later results
+    depend on it, but metrics, policies and all other fields do not."""
+    found, expected = manifests_of(run), manifests_of(whole)
+    if found.keys() != expected.keys():
+        return [f"other manifests: {sorted(found.keys() ^ expected.keys())[:5]}"]
+    parts = ("metrics", "bundles", "detail")
+    changed = [
+        key
+        for key in expected
+        if any(manifest_of(run, key)[part] != manifest_of(whole, key)[part] for part in parts)
+        or ("/rollout/" in key and _rows_apart_from_replays(run, key) != _rows_apart_from_replays(whole, key))
+    ]
+    return [f"other results: {changed[:5]}"] if changed else []
+
+
+def _rows_apart_from_replays(run: Path, key: str) -> list[dict[str, object]]:
+    opened = open_run(str(run.parent), run.name)
+    rows = [row for shard in opened.require(key).shards for row in read_shard(opened.store, shard).to_pylist()]
+    for turn in (turn for row in rows for turn in row["turns"] or ()):
+        turn["replayed"] = None
+    return rows
+
+
 def problems_after(
     strikes: Sequence[S],
     home: Path,
@@ -353,11 +391,12 @@ def problems_after(
     start: Callable[[Path, str, S | None, Sequence[str]], int],
     struck: int = 0,
     collects: bool = False,
+    compare: Callable[[Path, Path], list[str]] = compare_manifests,
 ) -> list[str]:
     """Start a job with one fault after another, then without, and return the differences from the undisturbed run.
 
     If some faults have happened already, the home is what they left. With `collects`, garbage is deleted before each
-    start.
+    start. `compare` returns the differences between two runs.
     """
     home.mkdir(parents=True, exist_ok=True)
     code, attempts = -1, max(ATTEMPTS, len(strikes) + 1)
@@ -374,11 +413,7 @@ def problems_after(
     run, problems = home / "store/tiny", []
     if code != 0:
         problems.append(f"not at its end after {attempts} starts")
-    if manifests_of(run) != manifests_of(whole):
-        changed = manifests_of(run).items() ^ manifests_of(whole).items()
-        problems.append(f"other manifests: {sorted({key for key, _ in changed})[:5]}")
-    if not shards_of(run) >= shards_of(whole):
-        problems.append("shards are missing")
+    problems += compare(run, whole)
     if collects and code == 0:
         with open_run(str(home / "store"), "tiny").lock() as held:
             collect_garbage(held)

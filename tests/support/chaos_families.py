@@ -27,6 +27,8 @@ from tests.support.chaos import (
     ATTEMPTS,
     MOMENTS,
     Strike,
+    compare_apart_from_replays,
+    compare_manifests,
     problems_after,
     record,
     run_driver,
@@ -155,10 +157,12 @@ def plan_family(name: str, home: Path, api: str, seeds: Sequence[int], stack: Ex
     schedules = {seed: schedule_of(seed, writes, shares=SHARES) for seed in seeds}
     stops = record(home / "stopping", api, (strikes[0] for strikes in schedules.values()), overrides, job=())
     start = partial(run_once, job=())
+    has_agents = "rollout.environment.kind=agent" in overrides
+    compare = compare_apart_from_replays if has_agents else compare_manifests
 
     def find(strikes: Sequence[Strike], place: Path) -> list[str]:
         copied = not strikes[0].full and stops.copy_to(place, strikes[0])
-        found = problems_after(strikes, place, api, whole, overrides, start=start, struck=int(copied))
+        found = problems_after(strikes, place, api, whole, overrides, start=start, struck=int(copied), compare=compare)
         return found or verify_run(str(place / "store"), "tiny")
 
     return Plan(schedules, find, side_by_side=os.cpu_count() or 1)
