@@ -105,7 +105,7 @@ class AgentEpisodes:
     on_progress: Callable[[], None]
     """Function that is called when an episode ends, or while an agent works without waiting for the policy."""
     find_failure: Callable[[], BaseException | None]
-    """Function that returns the error of the engine, or None. An error ends all episodes."""
+    """Function that returns the error of the engine or of the journal, or None. An error ends all episodes."""
     tokenizer: str
     """Directory of the policy's tokenizer, for programs that need it, or an empty string."""
     journal: EpisodeJournal
@@ -199,8 +199,8 @@ class AgentEpisodes:
 
     def _advance(self, door: Door) -> Iterator[tuple[_Episode, PartialCompletion | None]]:
         """Wait at most `POLL_SECONDS` for agents to end. Yield each ended or cut episode with its completion, or with
-        None if it must run again. Stops agents that exceed a limit, and raises the error of the engine if there is
-        one."""
+        None if it must run again. Stops agents that exceed a limit, and raises the error of the engine or of the
+        journal if there is one."""
         began = time.monotonic()
         ends = self.hosts.wait(POLL_SECONDS, partial(self._listen, door))
         if (error := self.find_failure()) is not None:  # the agents may have ended because of it

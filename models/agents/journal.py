@@ -9,7 +9,7 @@ stored.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -17,6 +17,7 @@ from typing import Final, Self
 from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 
+from rheostat.infra.errors import StoreFailed
 from rheostat.infra.store.contracts import Objects
 from rheostat.models.agents.branches import RecordedTurn
 from rheostat.models.agents.earlier import is_possible_length
@@ -89,6 +90,8 @@ class RecordedAnswers:
     """Prefix of the keys of the episode's objects."""
     found: dict[str, Completion] = field(default_factory=dict)
     """Completions by the digest of the request."""
+    on_failure: Callable[[StoreFailed], None] = lambda error: None
+    """Function that is called if an answer cannot be recorded."""
 
     def find(self, request: str, /, *, max_tokens: int) -> Completion | None:
         """Return the recorded completion of the request with this digest. Return None if there is none, or if sampling
@@ -99,10 +102,15 @@ class RecordedAnswers:
         return answer
 
     def add(self, request: str, completion: Completion, /) -> None:
-        """Record the answer to a request. A kill of this process does not lose the record, but a power failure may."""
+        """Record the answer to a request. A kill of this process does not lose the record, but a power failure may.
+        Raises StoreFailed if it cannot be stored."""
         self.found[request] = completion
         answer = _Answer(completion.tokens, completion.logprobs, completion.text, completion.finish_reason)
-        self.store.put(f"{self.folder}{request}.json", _ANSWER.dump_json(answer), durable=False)
+        try:
+            self.store.put(f"{self.folder}{request}.json", _ANSWER.dump_json(answer), durable=False)
+        except StoreFailed as error:
+            self.on_failure(error)
+            raise
 
 
 class EpisodeJournal:
@@ -115,6 +123,9 @@ class EpisodeJournal:
         digest = blake3(_WORK.dump_json(work) + settings.model_dump_json().encode()).hexdigest(length=8)
         self._prefix = f"{FOLDER}/{digest}/"
         self._answers: dict[str, RecordedAnswers] = {}
+        self.failure: StoreFailed | None = None
+        """First error of the store, such as a full disk, or None. It ends the work, because the agent is not its
+        cause."""
         self.ended: dict[str, EndedEpisode] = {}
         """Episodes that have ended or were cut in this iteration, by name."""
         keys = [entry.key for entry in store.entries(self._prefix)]
@@ -141,7 +152,11 @@ class EpisodeJournal:
 
     def answers_of(self, episode: str) -> RecordedAnswers:
         """Return the answered requests of an episode."""
-        return self._answers.setdefault(episode, RecordedAnswers(self._store, f"{self._prefix}{episode}/"))
+        new = RecordedAnswers(self._store, f"{self._prefix}{episode}/", on_failure=self._keep_failure)
+        return self._answers.setdefault(episode, new)
+
+    def _keep_failure(self, error: StoreFailed) -> None:
+        self.failure = self.failure or error
 
     def add_ended(self, episode: str, ended: EndedEpisode) -> None:
         """Record the end of an episode, or that the episode was cut in this iteration."""

@@ -109,7 +109,7 @@ class AgentRuntime:
                 places=interleaving.places if isinstance(interleaving, StatesPlaces) else PLACES,
                 names=self._names,
                 on_progress=self._advance,
-                find_failure=lambda: guarded.failure,
+                find_failure=lambda: guarded.failure or journal.failure,
                 tokenizer=str(directory.absolute()) if settings.needs_tokenizer else "",
                 journal=journal,
             )

@@ -9,7 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from rheostat.infra.errors import BadInput, WorkerLost
+from rheostat.infra.errors import BadInput, StoreFailed, WorkerLost
+from rheostat.infra.store.local import LocalStore
 from rheostat.infra.store.shards import read_shard
 from rheostat.models.agents.runtime import check_agent
 from rheostat.models.config.agents import AgentEnvironment
@@ -157,6 +158,21 @@ def test_an_error_of_the_engine_is_raised_and_ends_no_episode(agents, monkeypatc
     with pytest.raises(WorkerLost, match="the engine is lost"):
         agents.play(agent())
     assert [entry.key for entry in agents.store.entries("episodes/") if entry.key.endswith("end.json")] == []
+
+
+def test_a_turn_that_the_journal_cannot_store_is_an_error_of_the_store_and_not_of_the_agent(agents, monkeypatch):
+    put, full = LocalStore.put, [True]
+
+    def put_unless_full(self, key, *arguments, **options):
+        if full and key.startswith("episodes/") and not key.endswith("end.json"):
+            raise StoreFailed("no space left on the device")
+        return put(self, key, *arguments, **options)
+
+    monkeypatch.setattr(LocalStore, "put", put_unless_full)
+    with pytest.raises(StoreFailed, match="no space left"):
+        agents.play(agent())
+    full.clear()
+    assert not [error for error in errors_of(agents.play_rows(agent())).values() if error]
 
 
 def test_an_object_of_a_class_serves_all_episodes_each_in_a_copy(agents):
