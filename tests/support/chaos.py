@@ -358,7 +358,7 @@ def compare_manifests(run: Path, whole: Path) -> list[str]:
 
 def compare_apart_from_replays(run: Path, whole: Path) -> list[str]:
     """Return the differences of a run with agents from the undisturbed one. The field `replayed` of a turn may differ,
-    because it says whether a stored answer was given again after a kill. Digests of rollouts and of later results
+    because it says whether a stored answer was repeated after a kill. Digests of rollouts and of later results
     depend on it, but metrics, policies and all other fields do not."""
     found, expected = manifests_of(run), manifests_of(whole)
     if found.keys() != expected.keys():
