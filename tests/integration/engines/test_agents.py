@@ -52,6 +52,9 @@ def test_equal_seeds_give_equal_turns_with_and_without_other_agents(agents):
     assert alone == together and len({*alone}) > 1
 
 
+NEVER = "the agent ended without a turn of the policy. Check that it sends its requests to OPENAI_BASE_URL"
+
+
 @pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("how", "expected"),
@@ -61,7 +64,7 @@ def test_equal_seeds_give_equal_turns_with_and_without_other_agents(agents):
         ("kill", "the agent failed: its process was killed by SIGKILL: about to fail"),
         ("flood", "the agent sent more than 200 requests that were refused"),
         ("foreign", "the agent failed: HTTPError: HTTP Error 401: Unauthorized"),
-        ("never", "the agent ended without a turn of the policy"),
+        ("never", NEVER),
         ("infinite", "the result of the agent must be a finite number, but it is inf"),
         ("key", "the result of the agent has the unknown key 'rewards_', did you mean 'rewards'?"),
         ("object", "the agent failed: TypeError: Object of type object is not JSON serializable"),
