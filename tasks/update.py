@@ -24,28 +24,22 @@ from rheostat.tasks.run.states import STATES, is_due, states_of, updates_since_s
 def reward_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
     """Return the coefficient of the KL penalty in the reward for an iteration, or 0 if there is no penalty."""
     kl = open_run.settings.algorithm.reward_kl
-    return (
-        0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, stage=("credit", "algorithm"))
-    )
+    return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, measured="credit")
 
 
 def loss_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
     """Return the coefficient of the KL penalty in the loss for an iteration, or 0 if there is no penalty."""
     kl = open_run.settings.update.kl_penalty
-    return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, stage=("update", "update"))
+    return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, measured="update")
 
 
 def _find_coefficient(
-    iteration: Iteration,
-    first: float,
-    adaptive: AdaptiveKl | None,
-    *,
-    stage: tuple[Literal["credit", "update"], Literal["algorithm", "update"]],
+    iteration: Iteration, first: float, adaptive: AdaptiveKl | None, *, measured: Literal["credit", "update"]
 ) -> float:
-    """Return the coefficient for an iteration. `stage` is the stage that measured the divergence of the iteration
-    before, and the table of its settings. A fork whose settings of the divergence differ from those of its parent
-    begins with its own coefficient."""
-    run, (measured, table) = iteration.run, stage
+    """Return the coefficient for an iteration. `measured` is the stage that measured the divergence of the iteration
+    before. A fork whose settings of the divergence differ from those of its parent begins with its own
+    coefficient."""
+    run, table = iteration.run, "algorithm" if measured == "credit" else "update"
     last = Iteration(run, updating_iteration(run, iteration.number - 1))
     if adaptive is None or not last.number:
         return first

@@ -52,9 +52,8 @@ class StoreTraits:
 
 
 class Objects(Protocol):
-    """Store of immutable objects, each with a unique key. Implemented by `LocalStore`, `BucketStore` and, for
-    forks, `SharedStore`. Every method
-    raises StoreFailed if the disk or server fails, and BadInput if a key is not valid."""
+    """Store of immutable objects, each with a unique key. Implemented by `LocalStore`, `BucketStore` and, for forks,
+    `SharedStore`. Every method raises StoreFailed if the disk or server fails, and BadInput if a key is not valid."""
 
     @property
     def traits(self) -> StoreTraits:

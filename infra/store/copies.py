@@ -78,7 +78,7 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
         copier = _Copier(run.store, target)
         copier.compare(existing, sizes)
         if run.fork is not None:
-            target.put(FORK, run.fork.copied().seal())
+            target.put(FORK, run.fork.build_copy_record().seal())
         copier.copy([entry for entry in entries if entry.key not in sizes])
     return RunCopy(open_run(target_uri, name), len(entries), sum(entry.bytes for entry in entries), len(existing))
 

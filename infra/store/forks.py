@@ -65,7 +65,7 @@ class Fork(SealedRecord):
         """Run and iteration at which the fork begins, in the form `demo@12`."""
         return f"{self.parent}@{self.iteration}"
 
-    def copied(self) -> "Fork":
+    def build_copy_record(self) -> "Fork":
         """Return the record for a copy of the fork that contains all objects."""
         return self.model_copy(update={"shared": {"": sorted(key for keys in self.shared.values() for key in keys)}})
 

@@ -85,9 +85,13 @@ class Run:
     def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
         """Raise RunChanged if settings that determine results differ from those of the run. The message lists them.
         Differences whose dotted keys are all in `ignored` are allowed."""
+        self._refuse(describe_difference(*self.settings_beside(config), ignored=ignored))
+
+    def settings_beside(self, config: Identified) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+        """Return the recorded settings that determine results, and those of a configuration. Both have present names
+        of keys, so that they can be compared."""
         recorded, present = self.record.config, config.present_names
-        old, new = present(config.normalize(recorded)), present(config.identity(recorded))
-        self._refuse(describe_difference(old, new, ignored=ignored))
+        return present(config.normalize(recorded)), present(config.identity(recorded))
 
     def _refuse(self, changes: str) -> None:
         if changes:

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from pydantic import JsonValue
-
 from rheostat.infra.config import changed_keys
 from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.runs import Run
@@ -44,12 +42,10 @@ def find_fixed(key: str, fixed: Mapping[str, str] = FIXED) -> str | None:
     return next((f"{key} cannot change, because {reason}" for reason in reasons), None)
 
 
-def find_conflicts(
-    run: Run, number: int, before: RunConfig, after: RunConfig, identity: Mapping[str, JsonValue]
-) -> Iterator[str]:
+def find_conflicts(run: Run, number: int, before: RunConfig, after: RunConfig) -> Iterator[str]:
     """Yield the reasons why a fork cannot share the results of a run up to iteration `number`. `before` and `after` are
-    the configurations of the run and of the fork. `identity` contains the settings of the fork that affect results."""
-    changed = [key for key in changed_keys(run.record.config, identity) if key not in LAYOUT]
+    the configurations of the run and of the fork."""
+    changed = [key for key in changed_keys(*run.settings_beside(after)) if key not in LAYOUT]
     fixed = FIXED | (_FIXED_BY_STATE if number else {})
     yield from filter(None, (find_fixed(key, fixed) for key in changed))
     if (longest := before.rollout.sampling.max_new_tokens) < after.rollout.sampling.max_new_tokens:

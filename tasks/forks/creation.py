@@ -3,12 +3,10 @@ continue with their own configuration."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from pydantic import JsonValue
 
 from rheostat.infra.config import Settings, describe_difference
 from rheostat.infra.costs import Cost, total
@@ -24,10 +22,11 @@ from rheostat.infra.store.dependencies import (
     record_dependencies,
     recorded_config,
 )
+from rheostat.infra.store.epochs import LEASES
 from rheostat.infra.store.forks import FORK, FORKS, Fork, SharedPart, SharedStore
 from rheostat.infra.store.inputs import PathNames
 from rheostat.infra.store.run_record import RECORD, new_record
-from rheostat.infra.store.runs import LOCK, MANIFESTS, Run, list_runs, open_run
+from rheostat.infra.store.runs import JOURNAL, LOCK, MANIFESTS, Run, list_runs, open_run
 from rheostat.infra.store.storage import open_store
 from rheostat.infra.store.tombstones import FORGOTTEN, check_not_deleted, deleted_parts
 from rheostat.tasks.config.documents import place_overrides
@@ -40,8 +39,8 @@ from rheostat.tasks.views.metrics import sealed_iterations
 from rheostat.tasks.views.runs import open_known_run
 
 _POINT: Final = re.compile(r"(?P<run>[^@]+)@(?P<iteration>\d{1,9})")
-_WRITTEN_FIRST: Final = (FORK, LOCK, "chain/", "journal/", "lease/", "lease")
-"""Keys, and prefixes of keys, of the objects that exist before the record of a new fork is written."""
+_WRITTEN: Final = (RECORD, FORK, "chain/", JOURNAL)
+"""Prefixes of the keys of the objects that the creation of a fork writes, in addition to locks."""
 
 
 class ForkPlan(Settings):
@@ -134,8 +133,7 @@ def request_fork(
             raise BadInput(f"fork {name!r} of {point}: {reason}.")
     before = _parse_recorded(run, store)
     config = _build_config(run, store, name, overrides, job, num_sealed)
-    identity = config.identity(run.record.config)
-    for reason in find_conflicts(run, number, before, config, identity):
+    for reason in find_conflicts(run, number, before, config):
         raise BadInput(f"fork {name!r} of {point}: {reason}.")
     if config.iterations <= number:
         raise BadInput(
@@ -153,13 +151,15 @@ def request_fork(
         parent=parent,
         iteration=number,
         iterations=config.iterations,
-        changes=describe_difference(run.record.config, identity),
+        changes=describe_difference(*run.settings_beside(config)),
         shared_objects=sum(map(len, shared.values())),
         shared_bytes=num_bytes,
         worker_seconds=mean.worker_seconds * (config.iterations - number),
         price=mean.price * (config.iterations - number),
-        exists=_is_existing(store, name, fork, identity),
+        exists=_is_existing(store, fork, config),
     )
+    if not plan.exists:
+        _find_leftovers(open_store(f"{store.rstrip('/')}/{name}"), name)
     return PlannedFork(plan, config, fork, _check_data(run, number, config))
 
 
@@ -173,13 +173,14 @@ def create_fork(planned: PlannedFork) -> Run:
     store, name, fork = planned.config.store, planned.config.name, planned.fork
     home = store.rstrip("/")
     parent, own = open_run(store, fork.parent), open_store(f"{home}/{name}")
-    identity = planned.config.identity(parent.record.config)
     stores = {owner: open_store(f"{home}/{owner}") for owner in fork.shared}
-    run = Run(SharedStore(own, fork, stores), new_record(name, identity))
+    record = new_record(name, planned.config.identity(parent.record.config))
+    run = Run(SharedStore(own, fork, stores), record)
     with run.lock():
-        if _is_existing(store, name, fork, identity):
+        if _is_existing(store, fork, planned.config):
             return open_run(store, name)
-        _delete_leftovers(own, name)
+        for key in _find_leftovers(own, name):
+            own.delete(key)
         own.put(FORK, fork.seal())
         for directory in stores.values():
             directory.put(f"{FORKS}{name}.json", seal({"fork": name}))
@@ -203,19 +204,18 @@ def create_fork(planned: PlannedFork) -> Run:
     return open_run(store, name)
 
 
-def _delete_leftovers(own: Store, name: str) -> None:
-    """Delete what the directory of a new fork contains. Raises BadInput, and deletes nothing, if it contains anything
-    that the creation of a fork does not write."""
-    keys = [entry.key for entry in own.entries("")]
-    foreign = [key for key in keys if not key.startswith((*_WRITTEN_FIRST, RECORD))]
-    if foreign or (FORK not in keys and any(not key.startswith((LOCK, "lease")) for key in keys)):
+def _find_leftovers(own: Store, name: str) -> list[str]:
+    """Return the keys of the objects that an interrupted creation of a fork, or a fork without own results, has left in
+    its directory, in the order in which they must be deleted. Raises BadInput if the directory contains anything
+    else."""
+    keys = [entry.key for entry in own.entries("") if not entry.key.startswith((LOCK, LEASES))]
+    foreign = [key for key in keys if FORK not in keys or not key.startswith(_WRITTEN)]
+    if foreign:
         raise BadInput(
             f"the folder {name!r} in the store {own.uri.rpartition('/')[0]} already contains files, such as "
-            f"{(foreign or keys)[0]!r}. Choose another name for the fork."
+            f"{foreign[0]!r}. Choose another name for the fork."
         )
-    for key in sorted(keys, key=lambda key: key != RECORD):  # the record first: without it, there is no run
-        if not key.startswith((LOCK, "lease")):
-            own.delete(key)
+    return sorted(keys, key=lambda key: key != RECORD)  # the record first: without it, there is no run
 
 
 def _parse_recorded(run: Run, store: str) -> RunConfig:
@@ -247,9 +247,10 @@ def _mean_cost(run: Run) -> Cost:
     return Cost(worker_seconds=whole.worker_seconds / count, price=whole.price / count)
 
 
-def _is_existing(store: str, name: str, fork: Fork, identity: Mapping[str, JsonValue]) -> bool:
-    """Return whether the fork was created before. Raises BadInput if another run has its name, or if the fork has own
-    results that were computed with other settings."""
+def _is_existing(store: str, fork: Fork, config: RunConfig) -> bool:
+    """Return whether the fork was created before. `config` is its configuration. Raises BadInput if another run has its
+    name, or if the fork has own results that were computed with other settings."""
+    name = config.name
     if name not in list_runs(store):
         return False
     run = open_run(store, name)
@@ -258,7 +259,7 @@ def _is_existing(store: str, name: str, fork: Fork, identity: Mapping[str, JsonV
         raise BadInput(
             f"a run {name!r} already exists in {store!r}, and it is not a fork of {fork.point}. Choose another name."
         )
-    changes = describe_difference(run.record.config, identity)
+    changes = describe_difference(*run.settings_beside(config))
     has_own_results = any(not existing.inherits(entry.key) for entry in run.store.entries(MANIFESTS))
     if changes and has_own_results:
         raise BadInput(f"fork {name!r} already exists with other settings: {changes}. Choose another name.")

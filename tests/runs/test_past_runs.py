@@ -9,6 +9,8 @@ import pytest
 from rheostat.flows.cli.train import run_flow
 from rheostat.flows.train import train
 from rheostat.tasks.config.run import override_config
+from rheostat.tasks.forks.creation import create_fork, request_fork
+from rheostat.tasks.verification.invariants import verify_run
 from tests.support.in_process import prefect_at, run_command
 from tests.support.jobs import manifests_of
 from tests.support.past_runs import JOB, NAME, past_versions, unpack_run
@@ -48,6 +50,14 @@ def test_commands_read_a_run_of_a_past_version(own, tmp_path, command, expected)
 def test_a_copy_of_a_run_of_a_past_version_is_verified(past, tmp_path):
     assert run_command("copy", NAME, str(past), str(tmp_path / "copy")).code == 0
     assert manifests_of(tmp_path / "copy" / NAME) == manifests_of(past / NAME)
+
+
+def test_a_run_of_a_past_version_is_forked_without_changed_settings(own):
+    planned = request_fork(str(own), f"{NAME}@1", "fork", overrides=["iterations=2"])
+    assert planned.plan.changes == ""
+    create_fork(planned)
+    assert verify_run(str(own), "fork") == []
+    assert request_fork(str(own), f"{NAME}@1", "fork", overrides=["iterations=2"]).plan.exists
 
 
 @pytest.mark.system
