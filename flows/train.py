@@ -1,6 +1,7 @@
 """Flow for the main job, which improves a policy iteration by iteration."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from prefect import flow
@@ -40,12 +41,14 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
             retire_rollouts(open_run, Iteration(open_run.run, config.iterations))
         else:
             await run_iterations(open_run)
+            await evaluate_iteration(open_run, config.iterations)
         return await report_run(open_run)
 
 
-async def run_iterations(open_run: OpenRun) -> None:
+async def run_iterations(open_run: OpenRun, is_last: Callable[[int], bool] = lambda _: False) -> None:
     """Run the remaining iterations of a run, with evaluations, until the configured number of iterations is reached, or
-    until an alarm or the budget ends the run.
+    until an alarm or the budget ends the run. No iteration begins after one for which `is_last` returns True. The last
+    policy is not evaluated.
 
     Iterations that were trained but not marked as complete (sealed) before an interruption are sealed first. A single
     thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
@@ -68,6 +71,7 @@ async def run_iterations(open_run: OpenRun) -> None:
                     await train_iteration(open_run, number)
                     must_end = apply_alarms(open_run, number)
                     must_end |= await record_costs(open_run, number)
+                    must_end |= is_last(number)
                     if closing_task is not None:
                         await closing_task
                     closing_task = group.create_task(close_iteration(open_run, number, thread))
@@ -77,4 +81,3 @@ async def run_iterations(open_run: OpenRun) -> None:
                         await evaluate_iteration(open_run, number)
             check_budget(open_run)
             check_alarms(open_run)
-    await evaluate_iteration(open_run, config.iterations)

@@ -113,7 +113,9 @@ def compute_costs(
 
 
 def _manifests_of(batches: Sequence[Batch], stage: str) -> list[Manifest]:
-    return [manifest for batch in batches for manifest in batch.stage_manifests(stage)]
+    """Return the stored results of a stage that the run itself computed. Results that a fork shares cost nothing."""
+    found = [(batch.run, manifest) for batch in batches for manifest in batch.stage_manifests(stage)]
+    return [manifest for run, manifest in found if not run.inherits(manifest.key)]
 
 
 def _generation_cost(rollouts: Sequence[Manifest]) -> Cost:

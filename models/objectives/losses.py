@@ -328,6 +328,41 @@ def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) ->
     tally.raise_to({"mismatch_difference_max": difference_N, "mismatch_ratio_max": weight_N})
 
 
+def tally_behavior(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
+    """Add sums from which `update_metrics` computes how far the policy before the update is from the policies that
+    generated the samples.
+
+    `train_N` are the trainer's log-probs before the first optimizer step. In contrast to `tally_mismatch`, tokens of
+    earlier policy versions count, too. The importance weight of a sample is the product of the ratios of its tokens.
+    """
+    log_ratio_N, has_tokens_B = train_N - tokens.behavior_N, tokens.lengths_B > 0
+    sums_B = torch.segment_reduce(log_ratio_N, "sum", lengths=tokens.lengths_B, unsafe=True)
+    weight_B = torch.where(has_tokens_B, exp_ratio(sums_B), 0.0).double()
+    tally.add(
+        {
+            "behavior_samples": has_tokens_B,
+            "behavior_weight": weight_B,
+            "behavior_weight_square": weight_B.square(),
+            "behavior_tokens": torch.ones_like(log_ratio_N),
+            "behavior_kl": k3(log_ratio_N),
+        }
+    )
+
+
+def summarize_behavior(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return two metrics from the sums of `tally_behavior`, which are given by name: the estimated KL divergence per
+    token, and the effective sample size as a share of the n samples, (Σ w)² / (n · Σ w²) (Kong, 1992).
+
+    The effective sample size is 1 if all importance weights w are equal, and 1/n if one of them is far above all
+    others.
+    """
+    squares = sums["behavior_samples"] * sums["behavior_weight_square"]
+    return {
+        "behavior_kl": sums["behavior_kl"] / max(1.0, sums["behavior_tokens"]),
+        "effective_sample_size": sums["behavior_weight"] ** 2 / squares if squares else 0.0,
+    }
+
+
 def _tally_terms(terms: LossOutputs, log_ratio_N: Tensor, trained_N: Tensor, tally: MetricSums) -> None:
     values = {
         "clip_fraction_low": terms.clipped_low_N,

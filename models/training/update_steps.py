@@ -25,6 +25,8 @@ from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
 from rheostat.models.objectives.losses import (
     explained_variance,
     fit_sums,
+    summarize_behavior,
+    tally_behavior,
     tally_mismatch,
     token_weights,
     update_loss,
@@ -161,6 +163,7 @@ def take_steps(
             before_N = old[number] if index else logprobs_N.detach()
             if before_N is not None and index < epoch:
                 tally_mismatch(before_N, tokens, tally=tally)
+                tally_behavior(before_N, tokens, tally=tally)
             _tally_steps(
                 trainer, batch, logprobs_N.detach() - (tokens.behavior_N if before_N is None else before_N), tally
             )
@@ -382,7 +385,9 @@ def update_metrics(
     del sums["not_finite"]
     num_tokens, num_compared = sums.pop("trained_tokens"), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
-    metrics |= compute_step_ratios(sums)
+    metrics |= compute_step_ratios(sums) | summarize_behavior(
+        {name: sums.pop(name) for name in [*sums] if name.startswith("behavior")}
+    )
     for name, total in sums.items():
         if name.startswith(_STEP_PREFIX):
             continue

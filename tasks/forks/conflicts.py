@@ -42,12 +42,14 @@ def find_fixed(key: str, fixed: Mapping[str, str] = FIXED) -> str | None:
     return next((f"{key} cannot change, because {reason}" for reason in reasons), None)
 
 
-def find_conflicts(run: Run, number: int, before: RunConfig, after: RunConfig) -> Iterator[str]:
+def find_conflicts(
+    run: Run, number: int, before: RunConfig, after: RunConfig, fixed: Mapping[str, str] = FIXED
+) -> Iterator[str]:
     """Yield the reasons why a fork cannot share the results of a run up to iteration `number`. `before` and `after` are
-    the configurations of the run and of the fork."""
+    the configurations of the run and of the fork, and `fixed` are the settings that cannot change."""
     changed = [key for key in changed_keys(*run.settings_beside(after)) if key not in LAYOUT]
-    fixed = FIXED | (_FIXED_BY_STATE if number else {})
-    yield from filter(None, (find_fixed(key, fixed) for key in changed))
+    fixed_now = {**fixed, **(_FIXED_BY_STATE if number else {})}
+    yield from filter(None, (find_fixed(key, fixed_now) for key in changed))
     if (longest := before.rollout.sampling.max_new_tokens) < after.rollout.sampling.max_new_tokens:
         yield (
             f"rollout.sampling.max_new_tokens cannot be above {longest}, because the stored prompts leave room for "

@@ -3,7 +3,7 @@ continue with their own configuration."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,8 +31,9 @@ from rheostat.infra.store.storage import open_store
 from rheostat.infra.store.tombstones import FORGOTTEN, check_not_deleted, deleted_parts
 from rheostat.tasks.config.documents import place_overrides
 from rheostat.tasks.config.run import RunConfig, load_config, override_config, parse_config
-from rheostat.tasks.forks.conflicts import check_policies_stored, find_conflicts, find_fixed
-from rheostat.tasks.forks.sharing import find_shared
+from rheostat.tasks.forks.conflicts import FIXED, check_policies_stored, find_conflicts, find_fixed
+from rheostat.tasks.forks.replay import FIXED_BY_ROLLOUTS, find_replayed, plan_replay, with_correction
+from rheostat.tasks.forks.sharing import Replayed, find_shared
 from rheostat.tasks.run.dependencies import dependencies_of
 from rheostat.tasks.run.preflight import with_recorded_defaults
 from rheostat.tasks.views.metrics import sealed_iterations
@@ -60,6 +61,8 @@ class ForkPlan(Settings):
     """Number of stored objects that the fork shares."""
     shared_bytes: int
     """Total size of the shared objects in bytes. They are not copied."""
+    replays: bool = False
+    """Whether this is a what-if run, which trains on the stored rollouts of the parent."""
     worker_seconds: float
     """Estimated time for which workers will be reserved, in seconds: the mean of the parent's iterations, times the
     number of iterations that are left to train."""
@@ -71,11 +74,13 @@ class ForkPlan(Settings):
     def lines(self) -> list[str]:
         """Describe the fork as lines for the terminal."""
         count = format_count(self.shared_objects, "object")
-        first = f"fork     {self.run}, from iteration {self.iteration} of {self.parent}"
+        what = "what-if" if self.replays else "fork   "
+        first = f"{what}  {self.run}, from iteration {self.iteration} of {self.parent}"
         remaining = format_count(self.iterations - self.iteration, "iteration")
+        remaining += " on stored rollouts" if self.replays else ""
         price = f", price about {self.price:,.4f}" if self.price else ""
         return [
-            f"{first}{' (the fork exists and is continued)' if self.exists else ''}",
+            f"{first}{' (it exists and is continued)' if self.exists else ''}",
             f"shared   {count}, {self.shared_bytes / 1e6:,.1f} MB, not copied",
             f"changed  {self.changes or 'nothing'}",
             f"trains   {remaining}, up to iteration {self.iterations}",
@@ -93,6 +98,8 @@ class PlannedFork:
     fork: Fork
     dependencies: Dependencies
     """Code, data files and library versions with which the fork continues."""
+    replayed: Replayed | None = None
+    """Results of later iterations that a what-if run trains on again, or None for other forks."""
 
 
 def parse_fork_point(text: str) -> tuple[str, int]:
@@ -106,13 +113,20 @@ def parse_fork_point(text: str) -> tuple[str, int]:
 
 
 def request_fork(
-    store: str, point: str, name: str, *, overrides: Sequence[str] = (), job: Path | None = None
+    store: str,
+    point: str,
+    name: str,
+    *,
+    overrides: Sequence[str] = (),
+    job: Path | None = None,
+    is_what_if: bool = False,
 ) -> PlannedFork:
     """Check whether a run can be forked with these overrides, and return the planned fork. Nothing is written.
 
     `point` has the form RUN@N, and `name` is the name of the fork. `job` is a job file that is used instead of the
-    stored configuration of the run. Raises BadInput with the setting that cannot change, or with the reason why the
-    iteration cannot be shared.
+    stored configuration of the run. With `is_what_if`, the fork also shares the rollouts of all later completed
+    iterations. Raises BadInput with the setting that cannot change, or with the reason why the iteration cannot be
+    shared.
     """
     parent, number = parse_fork_point(point)
     run = open_known_run(store, parent)
@@ -128,24 +142,37 @@ def request_fork(
             f"{point}: run {parent!r} has no completed iteration {number}. Choose one from 0 (the initial policy) to "
             f"{num_sealed}."
         )
+    fixed = FIXED | FIXED_BY_ROLLOUTS if is_what_if else FIXED
     for override in overrides:
-        if (reason := find_fixed(override.partition("=")[0].strip())) is not None:
+        if (reason := find_fixed(override.partition("=")[0].strip(), fixed)) is not None:
             raise BadInput(f"fork {name!r} of {point}: {reason}.")
     before = _parse_recorded(run, store)
     config = _build_config(run, store, name, overrides, job, num_sealed)
-    for reason in find_conflicts(run, number, before, config):
+    if is_what_if:
+        config = with_correction(config, overrides)
+    for reason in find_conflicts(run, number, before, config, fixed):
         raise BadInput(f"fork {name!r} of {point}: {reason}.")
     if config.iterations <= number:
         raise BadInput(
             f"fork {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
             f"{number}. Set iterations to {number + 1} or more."
         )
+    if is_what_if and number == num_sealed:
+        raise BadInput(f"{point}: iteration {number} is the last completed one. Choose one below, such as {parent}@0.")
     check_policies_stored(run, number, config, num_sealed=num_sealed)
-    shared, num_bytes = find_shared(run, number, name=name)
+    dependencies = _check_data(run, number, config)
+    replayed = plan_replay(run, number, before, config, dependencies, num_sealed=num_sealed) if is_what_if else None
+    shared, num_bytes = find_shared(run, number, name=name, replayed=replayed)
     own = SharedPart(iteration=number, fingerprint=run.record.fingerprint, config=run.record.config)
     earlier = [] if run.fork is None else run.fork.parts
-    parts = [part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)]
-    fork, mean = Fork(parent=parent, iteration=number, parts=parts, shared=shared), _mean_cost(run)
+    fork = Fork(
+        parent=parent,
+        iteration=number,
+        parts=[part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)],
+        shared=shared,
+        replayed=find_replayed(run, number, replayed),
+    )
+    mean = _mean_cost(run, without=() if replayed is None else ("rollout",))
     plan = ForkPlan(
         run=name,
         parent=parent,
@@ -154,13 +181,14 @@ def request_fork(
         changes=describe_difference(*run.settings_beside(config)),
         shared_objects=sum(map(len, shared.values())),
         shared_bytes=num_bytes,
+        replays=replayed is not None,
         worker_seconds=mean.worker_seconds * (config.iterations - number),
         price=mean.price * (config.iterations - number),
         exists=_is_existing(store, fork, config),
     )
     if not plan.exists:
         _find_leftovers(open_store(f"{store.rstrip('/')}/{name}"), name)
-    return PlannedFork(plan, config, fork, _check_data(run, number, config))
+    return PlannedFork(plan, config, fork, dependencies, replayed)
 
 
 def create_fork(planned: PlannedFork) -> Run:
@@ -184,7 +212,8 @@ def create_fork(planned: PlannedFork) -> Run:
         own.put(FORK, fork.seal())
         for directory in stores.values():
             directory.put(f"{FORKS}{name}.json", seal({"fork": name}))
-        if find_shared(parent, fork.iteration, name=name)[0] != fork.shared:
+        shared, _ = find_shared(parent, fork.iteration, name=name, replayed=planned.replayed)
+        if shared != fork.shared:
             for directory in stores.values():
                 directory.delete(f"{FORKS}{name}.json")
             own.delete(FORK)
@@ -240,9 +269,13 @@ def _build_config(
     return override_config(document, placed, source=f"fork of run {run.name}", recorded=True)
 
 
-def _mean_cost(run: Run) -> Cost:
-    """Return the mean costs of the completed iterations of a run, summed over all roles."""
-    costs = [total(each.provenance.costs.values()) for each in sealed_iterations(run) if each.provenance.costs]
+def _mean_cost(run: Run, *, without: Collection[str] = ()) -> Cost:
+    """Return the mean costs of the completed iterations of a run, summed over all roles except those in `without`."""
+    costs = [
+        total(cost for role, cost in each.provenance.costs.items() if role not in without)
+        for each in sealed_iterations(run)
+        if each.provenance.costs
+    ]
     whole, count = total(costs), max(len(costs), 1)
     return Cost(worker_seconds=whole.worker_seconds / count, price=whole.price / count)
 

@@ -1,6 +1,7 @@
 """Objects of a run that a fork at an iteration shares."""
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from rheostat.infra.errors import Damaged
@@ -15,6 +16,23 @@ from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key
 _EXCLUDED: Final = ("rescore/", "recredit/", "retention/")
 """Prefixes of the keys of results that `_is_before` excludes: rescorings, recredits and records of deletions. The
 latter are selected separately."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Stored results of iterations after the beginning of a fork, which a what-if run trains on again."""
+
+    first: int
+    """First iteration of which results are shared."""
+    last: int
+    """Last iteration of which results are shared."""
+    stages: frozenset[str]
+    """Stages whose results are shared, such as "rollout"."""
+
+    @property
+    def iterations(self) -> range:
+        """Numbers of the iterations."""
+        return range(self.first, self.last + 1)
 
 
 class StoredBundles:
@@ -35,11 +53,14 @@ class StoredBundles:
         return (is_kept or tombstone_key(ref.digest) not in self._deleted) and has_bundle(self._run.store, ref)
 
 
-def find_shared(run: Run, number: int, *, name: str) -> tuple[dict[str, list[str]], int]:
+def find_shared(
+    run: Run, number: int, *, name: str, replayed: Replayed | None = None
+) -> tuple[dict[str, list[str]], int]:
     """Return the keys of the objects that the fork `name` at iteration `number` shares, by name of the run that stores
-    them, and their total size in bytes. Raises Damaged if an object is missing."""
+    them, and their total size in bytes. `replayed` are results of later iterations that are shared as well. Raises
+    Damaged if an object is missing."""
     manifests, stored = run.manifests(), StoredBundles(run, name)
-    results = [each for each in manifests if _is_before(run, each.key, number)]
+    results = [each for each in manifests if _is_before(run, each.key, number) or _is_replayed(each.key, replayed)]
     deletions = [each for each in manifests if each.key.startswith("retention/")]
     named = {bundle for each in results for bundle in each.bundles.values()}
     bundles = {bundle for bundle in named if stored.has(bundle)}
@@ -73,6 +94,14 @@ def _is_before(run: Run, key: str, number: int) -> bool:
         evaluated = StageKey.parse(key).evaluation
         return evaluated <= number and run.has(StageKey.of(evaluation_key(evaluated), "summary"))
     return True
+
+
+def _is_replayed(key: str, replayed: Replayed | None) -> bool:
+    """Return whether a what-if run shares a result of an iteration that it trains on again."""
+    if replayed is None or not key.startswith("it-"):
+        return False
+    parsed = StageKey.parse(key)
+    return parsed.iteration in replayed.iterations and parsed.stage in replayed.stages
 
 
 def _is_entry_before(run: Run, key: str, number: int) -> bool:

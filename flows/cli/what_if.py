@@ -1,0 +1,143 @@
+"""Command that trains with other settings on the stored rollouts of a run."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from rheostat.flows.cli.options import (
+    DEFAULT_DISPLAY,
+    DEFAULT_STORE,
+    Display,
+    Overrides,
+    Store,
+    format_next_steps,
+)
+from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.flows.cli.train import describe_results, open_job, show_progress
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, write
+
+if TYPE_CHECKING:
+    from rheostat.tasks.forks.answer import WhatIfAnswer
+    from rheostat.tasks.forks.creation import PlannedFork
+
+ReplayedRun = Annotated[
+    str,
+    Parameter(
+        name="RUN",
+        help="run whose stored rollouts are used; with RUN@N, the change takes effect after iteration N",
+    ),
+]
+WhatIfName = Annotated[str, Parameter(name="NAME", help="name of the what-if run")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class WhatIfOptions:
+    """Options that control where the settings of a what-if run come from, and when it ends."""
+
+    config: Annotated[
+        Path | None,
+        Parameter(show_default="the stored configuration of the run", help="configuration file to use instead"),
+    ] = None
+    bound: Annotated[
+        float, Parameter(help="lowest effective sample size, as a share of the samples, with which to go on")
+    ] = 0.5
+    continues: Annotated[
+        bool,
+        Parameter(
+            name="--continue", negative=(), help="then train on own rollouts, as the fork NAME-continued of this run"
+        ),
+    ] = False
+    accept_change: Annotated[
+        bool, Parameter(help="continue an existing run even if reward code or library versions have changed")
+    ] = False
+    dry_run: Annotated[bool, Parameter(help="check everything and print the plan, without writing anything")] = False
+
+
+DEFAULT_OPTIONS = WhatIfOptions()
+
+
+def what_if(
+    run: ReplayedRun,
+    name: WhatIfName,
+    /,
+    *overrides: Overrides,
+    options: WhatIfOptions = DEFAULT_OPTIONS,
+    store: Store = DEFAULT_STORE,
+    display: Display = DEFAULT_DISPLAY,
+    as_json: Json = False,
+) -> None:
+    """Train with other settings on a run's stored rollouts, and show how far the result can be trusted."""
+    from rheostat.flows.cli.live import show_checks
+    from rheostat.tasks.forks.creation import create_fork, request_fork
+    from rheostat.tasks.run.preflight import preflight
+
+    if not 0 < options.bound <= 1:
+        raise BadInput(f"--bound must be above 0 and at most 1, found {options.bound:g}.")
+    point = run if "@" in run else f"{run}@0"
+    planned = request_fork(store, point, name, overrides=overrides, job=options.config, is_what_if=True)
+    if options.dry_run:
+        with show_checks(as_json=as_json):
+            asyncio.run(preflight(planned.config))
+        write(planned.plan.model_dump_json(indent=2) if as_json else "\n".join(planned.plan.lines()))
+        return
+    if not as_json and not display.quiet:
+        write("\n".join(planned.plan.lines()))
+    with (
+        show_progress(planned.config, display, as_json=as_json),
+        open_job(
+            planned.config, "rheostat.flows.what_if", accept_change=options.accept_change, port=display.port
+        ) as config,
+    ):
+        from rheostat.flows.what_if import replay
+
+        create_fork(planned)
+        answer = run_flow(replay(config, bound=options.bound, accept_change=options.accept_change))
+    write(answer.model_dump_json(indent=2) if as_json else f"\n{answer.text()}")
+    if options.continues:
+        _continue(planned, answer, store, options, display, as_json=as_json)
+    elif not as_json:
+        write(_next_steps(answer, store))
+
+
+def _continue(
+    planned: "PlannedFork",
+    answer: "WhatIfAnswer",
+    store: str,
+    options: WhatIfOptions,
+    display: Display,
+    *,
+    as_json: bool,
+) -> None:
+    """Fork the what-if run after the last trusted iteration, and train the fork on its own rollouts."""
+    from rheostat.tasks.forks.creation import create_fork, request_fork
+
+    if answer.holds_until >= planned.config.iterations:
+        return
+    continued = request_fork(store, f"{answer.run}@{answer.holds_until}", f"{answer.run}-continued")
+    with (
+        show_progress(continued.config, display, as_json=as_json),
+        open_job(
+            continued.config, "rheostat.flows.train", accept_change=options.accept_change, port=display.port
+        ) as config,
+    ):
+        from rheostat.flows.train import train
+
+        create_fork(continued)
+        summary = run_flow(train(config, accept_change=options.accept_change))
+    write(summary.model_dump_json(indent=2) if as_json else describe_results(summary, continued.config))
+
+
+def _next_steps(answer: "WhatIfAnswer", store: str) -> str:
+    place = f" --store {store}" if store != DEFAULT_STORE else ""
+    continued = f"{answer.run}@{answer.holds_until} {answer.run}-continued"
+    return format_next_steps(
+        {
+            "train on own rollouts from there": f"rheostat fork {continued}{place}",
+            "compare both runs": f"rheostat compare {answer.parent} {answer.run}{place}",
+        }
+    )
