@@ -7,15 +7,25 @@ from rheostat.flows.controllers import run_on_controller
 from rheostat.flows.rollout import rollout
 from rheostat.flows.scoring import scoring
 from rheostat.placement.records import Plan
-from rheostat.tasks.placement.stage import correct_placement, give_slots_to, place_stage, record_measurements
+from rheostat.tasks.placement.stage import (
+    correct_placement,
+    give_slots_to,
+    give_slots_to_scoring,
+    place_stage,
+    record_measurements,
+)
 from rheostat.tasks.run.batch import Batch, slice_shards
 from rheostat.tasks.run.open_run import OpenRun
 
 
 async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
     """Generate and score all completions of a batch. The placement policy decides how many workers generate and how
-    many score, and whether both happen at the same time. If one task fails, the others stop."""
+    many score, and whether both happen at the same time. If one task fails, the others stop. The completions of a
+    what-if run are stored already."""
     async with open_run.slots_lock:
+        if batch.is_replayed:
+            await score_stored_rollouts(open_run, batch)
+            return
         plan = await place_stage(open_run, batch)
         if plan.mode == "colocated":
             await generate_then_score(open_run, batch)
@@ -43,6 +53,16 @@ async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) ->
             start_rollout(group, open_run, batch)
             start_scoring(group, open_run, batch)
         correction.cancel()
+
+
+async def score_stored_rollouts(open_run: OpenRun, batch: Batch) -> None:
+    """Score the completions of a batch that are stored already, with all slots. No worker loads the policy."""
+    keys = [batch.plan.shard_key("scoring", shard) for shard in batch.shards]
+    if all(map(open_run.run.has, keys)):
+        return
+    await give_slots_to_scoring(open_run, batch)
+    async with asyncio.TaskGroup() as group:
+        start_scoring(group, open_run, batch)
 
 
 def start_rollout(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:

@@ -2,6 +2,7 @@
 with other settings."""
 
 import asyncio
+from functools import partial
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
@@ -10,6 +11,7 @@ from rheostat.flows.fork import fork
 from rheostat.flows.measurement import evaluate_iteration
 from rheostat.flows.run_access import lock_run
 from rheostat.flows.train import run_iterations
+from rheostat.infra.store.runs import Run
 from rheostat.infra.store.runs import open_run as open_stored_run
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.forks.answer import BOUND, WhatIfAnswer, effective_sample_size, read_answer
@@ -68,11 +70,11 @@ async def replay(config: RunConfig, bound: float = BOUND, accept_change: bool = 
     assert run.fork is not None, "a what-if run is a fork"
     last = min(config.iterations, max(run.fork.replayed))
 
-    def is_last(number: int) -> bool:
+    def is_last(run: Run, number: int) -> bool:
         return number >= last or effective_sample_size(run, number) < bound
 
     done = len(sealed_iterations(run))
-    is_over = done > run.fork.iteration and is_last(done)
+    is_over = done > run.fork.iteration and is_last(run, done)
     final_key = iteration_key(done) if is_over and done < last else evaluation_key(last)
     async with (
         lock_run(config, accept_change=accept_change, final_key=final_key) as open_run,
@@ -80,7 +82,7 @@ async def replay(config: RunConfig, bound: float = BOUND, accept_change: bool = 
     ):
         if not open_run.is_finished:
             if not is_over:
-                await run_iterations(open_run, is_last)
+                await run_iterations(open_run, partial(is_last, open_run.run))
             if len(sealed_iterations(open_run.run)) == last:
                 await evaluate_iteration(open_run, last)
         await report_run(open_run)

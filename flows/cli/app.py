@@ -28,6 +28,7 @@ from rheostat.flows.cli import (
     sweep,
     tracking,
     train,
+    what_if,
 )
 from rheostat.flows.cli.prefect_api import set_defaults
 from rheostat.infra.commit import find_commit
@@ -65,6 +66,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
             (train.evaluate, "path/to/model --config configs/gsm8k.toml evaluation.problems=1319"),
             (sweep.sweep, "configs/demo.toml update.learning_rate=1e-3,3e-3 seed=0,1 --limit 2"),
             (fork.fork, "demo@12 higher-rate update.learning_rate=1e-3"),
+            (what_if.what_if, "demo lower-rate update.learning_rate=2e-4"),
         ),
     ),
     (

@@ -1,6 +1,7 @@
 """Command that trains with other settings on the stored rollouts of a run."""
 
 import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +23,7 @@ from rheostat.infra.terminal import Json, write
 
 if TYPE_CHECKING:
     from rheostat.tasks.forks.answer import WhatIfAnswer
-    from rheostat.tasks.forks.creation import PlannedFork
+    from rheostat.tasks.views.summary import RunSummary
 
 ReplayedRun = Annotated[
     str,
@@ -97,27 +98,25 @@ def what_if(
 
         create_fork(planned)
         answer = run_flow(replay(config, bound=options.bound, accept_change=options.accept_change))
-    write(answer.model_dump_json(indent=2) if as_json else f"\n{answer.text()}")
-    if options.continues:
-        _continue(planned, answer, store, options, display, as_json=as_json)
-    elif not as_json:
-        write(_next_steps(answer, store))
+    can_continue = answer.holds_until < planned.config.iterations
+    if not as_json:
+        steps = "" if options.continues else f"\n{_next_steps(answer, store, can_continue=can_continue)}"
+        write(f"\n{answer.text()}{steps}")
+    summary = None
+    if options.continues and can_continue:
+        summary = _continue(answer, store, options, display, as_json=as_json)
+    if as_json:
+        continued = None if summary is None else summary.model_dump(mode="json")
+        write(json.dumps({**answer.model_dump(mode="json"), "continued": continued}, indent=2))
 
 
 def _continue(
-    planned: "PlannedFork",
-    answer: "WhatIfAnswer",
-    store: str,
-    options: WhatIfOptions,
-    display: Display,
-    *,
-    as_json: bool,
-) -> None:
-    """Fork the what-if run after the last trusted iteration, and train the fork on its own rollouts."""
+    answer: "WhatIfAnswer", store: str, options: WhatIfOptions, display: Display, *, as_json: bool
+) -> "RunSummary":
+    """Fork the what-if run after the last trusted iteration, train the fork on its own rollouts, and show the result
+    unless it is part of a JSON document."""
     from rheostat.tasks.forks.creation import create_fork, request_fork
 
-    if answer.holds_until >= planned.config.iterations:
-        return
     continued = request_fork(store, f"{answer.run}@{answer.holds_until}", f"{answer.run}-continued")
     with (
         show_progress(continued.config, display, as_json=as_json),
@@ -129,15 +128,13 @@ def _continue(
 
         create_fork(continued)
         summary = run_flow(train(config, accept_change=options.accept_change))
-    write(summary.model_dump_json(indent=2) if as_json else describe_results(summary, continued.config))
+    if not as_json:
+        write(describe_results(summary, continued.config))
+    return summary
 
 
-def _next_steps(answer: "WhatIfAnswer", store: str) -> str:
+def _next_steps(answer: "WhatIfAnswer", store: str, *, can_continue: bool) -> str:
     place = f" --store {store}" if store != DEFAULT_STORE else ""
     continued = f"{answer.run}@{answer.holds_until} {answer.run}-continued"
-    return format_next_steps(
-        {
-            "train on own rollouts from there": f"rheostat fork {continued}{place}",
-            "compare both runs": f"rheostat compare {answer.parent} {answer.run}{place}",
-        }
-    )
+    fork = {"train on own rollouts from there": f"rheostat fork {continued}{place}"} if can_continue else {}
+    return format_next_steps(fork | {"compare both runs": f"rheostat compare {answer.parent} {answer.run}{place}"})

@@ -80,6 +80,13 @@ async def give_slots_to(open_run: OpenRun, batch: Batch, role: Role) -> None:
     await arrange(open_run, batch, placement_state.current_plan, turn=role)
 
 
+async def give_slots_to_scoring(open_run: OpenRun, batch: Batch) -> None:
+    """Give all slots to the reward models that use slots, for a batch whose completions are stored already."""
+    if open_run.settings.scoring.hosted_rewards:
+        slots = await (await open_run.get_fleet()).check_slots()
+        await arrange(open_run, batch, Plan(mode="colocated", rollout=slots, scoring=slots), turn="scoring")
+
+
 async def place_single_role(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Wake the workers of one role for a batch. Used if this process runs no other role."""
     if role == "rollout" or open_run.settings.scoring.hosted_rewards:

@@ -183,6 +183,11 @@ class Batch:
         result of a shard is missing."""
         return [self.run.require(self.plan.shard_key(stage, shard)) for shard in self.shards]
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the batch belongs to an iteration of a what-if run that uses stored rollouts of another run."""
+        return self.plan.split == "train" and self.run.replays(self.plan.number)
+
     def partial_rollouts(self, shard: int) -> Manifest | None:
         """Return the rollouts of the previous iteration whose partial completions a shard continues, or None if the
         shard starts with new prompts."""
