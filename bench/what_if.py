@@ -28,7 +28,7 @@ CHANGES: Final[Mapping[str, Sequence[str]]] = {
     "one minibatch instead of four": ("update.minibatches=1",),
     "two epochs": ("update.epochs=2",),
     "RLOO": ("algorithm.kind=rloo",),
-    "REINFORCE without clipping": ("update.loss.kind=policy_gradient",),
+    "CISPO's loss": ("update.loss.kind=cispo",),
     "KL penalty": ("update.kl={kind = 'k3', coefficient = 0.1}",),
     "reward for short completions": (f"scoring.rewards=[{{kind = 'numeric'}}, {BRIEF}]",),
     "mostly reward for short completions": (f"scoring.rewards=[{{kind = 'numeric', weight = 0.2}}, {BRIEF}]",),
@@ -79,7 +79,7 @@ def compare_change(home: Path, name: str, overrides: Sequence[str]) -> list[Comp
     parent, replayed, real = ({each.number: each.mean for each in evaluations_of(run)} for run in runs)
     compared, lowest = [], 1.0
     for each in answer["iterations"]:
-        number, lowest = each["number"], min(lowest, each["effective_sample_size"])
+        number, lowest = each["number"], min(lowest, each["effective_sample_size"] or 1.0)
         if number in replayed:
             compared.append(ComparedIteration(number, lowest, parent[number], replayed[number], real[number]))
     return compared

@@ -45,19 +45,25 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
         return await report_run(open_run)
 
 
-async def run_iterations(open_run: OpenRun, is_last: Callable[[int], bool] = lambda _: False) -> None:
+async def run_iterations(
+    open_run: OpenRun, *, last: int | None = None, must_stop: Callable[[int], bool] = lambda _: False
+) -> None:
     """Run the remaining iterations of a run, with evaluations, until the configured number of iterations is reached, or
-    until an alarm or the budget ends the run. No iteration begins after one for which `is_last` returns True. The last
-    policy is not evaluated.
+    until an alarm or the budget ends the run. Evaluating the last policy is left to the caller.
+
+    The run also ends after iteration `last`, and after the first iteration for which `must_stop` returns True.
 
     Iterations that were trained but not marked as complete (sealed) before an interruption are sealed first. A single
     thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
     config, (unclosed, remaining) = open_run.settings, find_remaining_iterations(open_run)
+    remaining = range(remaining.start, remaining.stop if last is None else min(remaining.stop, last + 1))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
             apply_alarms(open_run, number)
             await close_iteration(open_run, number, thread)
+        if unclosed and must_stop(unclosed[-1]):
+            return
         check_budget(open_run)
         check_alarms(open_run)
         start_pools(open_run)
@@ -71,7 +77,7 @@ async def run_iterations(open_run: OpenRun, is_last: Callable[[int], bool] = lam
                     await train_iteration(open_run, number)
                     must_end = apply_alarms(open_run, number)
                     must_end |= await record_costs(open_run, number)
-                    must_end |= is_last(number)
+                    must_end |= must_stop(number)
                     if closing_task is not None:
                         await closing_task
                     closing_task = group.create_task(close_iteration(open_run, number, thread))

@@ -14,7 +14,7 @@ from rheostat.flows.train import run_iterations
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.runs import open_run as open_stored_run
 from rheostat.tasks.config.run import RunConfig
-from rheostat.tasks.forks.answer import BOUND, WhatIfAnswer, effective_sample_size, read_answer
+from rheostat.tasks.forks.answer import BOUND, WhatIfAnswer, read_answer, read_iteration
 from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.preparation import check_inputs
 from rheostat.tasks.reporting import report_run
@@ -51,8 +51,9 @@ async def what_if(
     await asyncio.to_thread(create_fork, planned)
     with mark_as_checked():
         answer = await replay(planned.config, bound=bound, accept_change=accept_change)
-    if continues and answer.holds_until < planned.config.iterations:
-        await fork(f"{name}@{answer.holds_until}", f"{name}-continued", store=store, accept_change=accept_change)
+    if continues and (words := answer.words_of_fork(planned.config.iterations)):
+        point, fork_name, *changes = words
+        await fork(point, fork_name, changes, store=store, accept_change=accept_change)
     return answer
 
 
@@ -67,14 +68,15 @@ async def replay(config: RunConfig, bound: float = BOUND, accept_change: bool = 
         accept_change: Continue even if reward code or library versions have changed.
     """
     run = open_stored_run(config.store, config.name)
-    assert run.fork is not None, "a what-if run is a fork"
-    last = min(config.iterations, max(run.fork.replayed))
+    fork = run.fork
+    assert fork is not None, "a what-if run is a fork"
+    last = min(config.iterations, max(fork.replayed))
 
-    def is_last(run: Run, number: int) -> bool:
-        return number >= last or effective_sample_size(run, number) < bound
+    def must_stop(run: Run, number: int) -> bool:
+        return number > fork.iteration and read_iteration(run, number).is_below(bound)
 
     done = len(sealed_iterations(run))
-    is_over = done > run.fork.iteration and is_last(run, done)
+    is_over = done >= last or must_stop(run, done)
     final_key = iteration_key(done) if is_over and done < last else evaluation_key(last)
     async with (
         lock_run(config, accept_change=accept_change, final_key=final_key) as open_run,
@@ -82,7 +84,7 @@ async def replay(config: RunConfig, bound: float = BOUND, accept_change: bool = 
     ):
         if not open_run.is_finished:
             if not is_over:
-                await run_iterations(open_run, partial(is_last, open_run.run))
+                await run_iterations(open_run, last=last, must_stop=partial(must_stop, open_run.run))
             if len(sealed_iterations(open_run.run)) == last:
                 await evaluate_iteration(open_run, last)
         await report_run(open_run)

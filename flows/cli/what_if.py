@@ -22,6 +22,8 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.terminal import Json, write
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rheostat.tasks.forks.answer import WhatIfAnswer
     from rheostat.tasks.views.summary import RunSummary
 
@@ -98,26 +100,27 @@ def what_if(
 
         create_fork(planned)
         answer = run_flow(replay(config, bound=options.bound, accept_change=options.accept_change))
-    can_continue = answer.holds_until < planned.config.iterations
+    fork = answer.words_of_fork(planned.config.iterations)
     if not as_json:
-        steps = "" if options.continues else f"\n{_next_steps(answer, store, can_continue=can_continue)}"
+        steps = "" if options.continues else f"\n{_next_steps(answer, fork, store)}"
         write(f"\n{answer.text()}{steps}")
     summary = None
-    if options.continues and can_continue:
-        summary = _continue(answer, store, options, display, as_json=as_json)
+    if options.continues and fork:
+        summary = _continue(fork, store, options, display, as_json=as_json)
     if as_json:
         continued = None if summary is None else summary.model_dump(mode="json")
         write(json.dumps({**answer.model_dump(mode="json"), "continued": continued}, indent=2))
 
 
 def _continue(
-    answer: "WhatIfAnswer", store: str, options: WhatIfOptions, display: Display, *, as_json: bool
+    words: "Sequence[str]", store: str, options: WhatIfOptions, display: Display, *, as_json: bool
 ) -> "RunSummary":
     """Fork the what-if run after the last trusted iteration, train the fork on its own rollouts, and show the result
-    unless it is part of a JSON document."""
+    unless it is part of a JSON document. `words` are the arguments of the fork."""
     from rheostat.tasks.forks.creation import create_fork, request_fork
 
-    continued = request_fork(store, f"{answer.run}@{answer.holds_until}", f"{answer.run}-continued")
+    point, name, *overrides = words
+    continued = request_fork(store, point, name, overrides=overrides)
     with (
         show_progress(continued.config, display, as_json=as_json),
         open_job(
@@ -133,8 +136,7 @@ def _continue(
     return summary
 
 
-def _next_steps(answer: "WhatIfAnswer", store: str, *, can_continue: bool) -> str:
+def _next_steps(answer: "WhatIfAnswer", fork: "Sequence[str]", store: str) -> str:
     place = f" --store {store}" if store != DEFAULT_STORE else ""
-    continued = f"{answer.run}@{answer.holds_until} {answer.run}-continued"
-    fork = {"train on own rollouts from there": f"rheostat fork {continued}{place}"} if can_continue else {}
-    return format_next_steps(fork | {"compare both runs": f"rheostat compare {answer.parent} {answer.run}{place}"})
+    steps = {"train on own rollouts from there": f"rheostat fork {' '.join(fork)}{place}"} if fork else {}
+    return format_next_steps(steps | {"compare both runs": f"rheostat compare {answer.parent} {answer.run}{place}"})

@@ -11,7 +11,7 @@ from rheostat.infra.terminal import table, wrap_text
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.gate.comparison import PairedDifference
 from rheostat.tasks.run.iteration import Iteration
-from rheostat.tasks.views.metrics import Accuracy, evaluations_of, sealed_iterations
+from rheostat.tasks.views.metrics import Accuracy, evaluations_of, format_number, format_scientific, sealed_iterations
 from rheostat.tasks.views.report.sections import difference_line, paired_difference
 from rheostat.tasks.views.runs import open_known_run
 
@@ -24,14 +24,28 @@ class ReplayedIteration(Settings):
 
     number: int
     """Number of the iteration."""
-    effective_sample_size: float
+    effective_sample_size: float | None
     """Effective sample size of the importance weights, as a share of the samples. It is 1 if the policy before the
-    update generated the samples itself, and lower the more it differs from the policy that did."""
-    behavior_kl: float
+    update generated the samples itself, and lower the more it differs from the policy that did. None if there was no
+    update, for example because all rewards of each group were equal."""
+    behavior_kl: float | None
     """Estimated KL divergence from the policy that generated the samples to the policy before the update, in nats per
-    token."""
-    reward: float
-    """Mean reward of the stored rollouts, under the rewards of the what-if run."""
+    token. None if there was no update."""
+    reward: float | None
+    """Mean reward of the stored rollouts, under the rewards of the what-if run. None if no score exists."""
+
+    def is_below(self, bound: float) -> bool:
+        """Return whether the effective sample size is below a bound. Without an update, it is not."""
+        return self.effective_sample_size is not None and self.effective_sample_size < bound
+
+    def cells(self) -> dict[str, str]:
+        """Return the values as formatted table cells. Keys are the column headings."""
+        return {
+            "iteration": f"{self.number:,}",
+            "effective sample size": format_number(self.effective_sample_size),
+            "KL, nats per token": format_scientific(self.behavior_kl),
+            "reward": format_number(self.reward),
+        }
 
 
 class WhatIfAnswer(Settings):
@@ -61,34 +75,35 @@ class WhatIfAnswer(Settings):
     reason: str
     """Reason why there is no test. Empty if there is one."""
 
+    def words_of_fork(self, iterations: int) -> list[str]:
+        """Return the arguments of `rheostat fork` that train on from the last trusted iteration up to iteration
+        `iterations`, or an empty list if there is nothing left to train."""
+        if self.holds_until >= iterations:
+            return []
+        return [f"{self.run}@{self.holds_until}", f"{self.run}-continued", f"iterations={iterations}"]
+
     def text(self) -> str:
         """Describe the answer as lines for the terminal: a table of the iterations, and the conclusion."""
         rows = [
-            {
-                "iteration": f"{each.number:,}",
-                "effective sample size": f"{each.effective_sample_size:.3f}",
-                "KL, nats per token": f"{each.behavior_kl:.2e}",
-                "reward": f"{each.reward:.3f}",
-                "trusted": "yes" if each.number <= self.holds_until else "no",
-            }
-            for each in self.iterations
+            each.cells() | {"trusted": "yes" if each.number <= self.holds_until else "no"} for each in self.iterations
         ]
         return "\n".join([table(rows), "", *(wrap_text(line, indent=0) for line in self.conclusion())])
 
     def conclusion(self) -> list[str]:
         """Return sentences that say how far the answer can be trusted and what it is."""
-        lines = []
         if self.holds_until == self.last:
-            lines.append(
-                f"The answer holds up to iteration {self.last}, the last one of {self.parent}: the effective sample "
-                f"size is at least {min(each.effective_sample_size for each in self.iterations):.3f}."
-            )
+            sizes = [size for each in self.iterations if (size := each.effective_sample_size) is not None]
+            reason = f": the effective sample size is at least {min(sizes):.3f}" if sizes else ""
+            lines = [f"The answer holds up to iteration {self.last}, the last one of {self.parent}{reason}."]
         else:
-            broken = next(each for each in self.iterations if each.number > self.holds_until)
-            lines.append(
-                f"The answer holds up to iteration {self.holds_until} of {self.last}. In iteration {broken.number} the "
-                f"effective sample size is {broken.effective_sample_size:.3f}, below {self.bound:g}."
+            broken = next((each for each in self.iterations if each.is_below(self.bound)), None)
+            reason = (
+                "the later iterations are not trained yet"
+                if broken is None
+                else f"in iteration {broken.number} the effective sample size is "
+                f"{format_number(broken.effective_sample_size)}, below {self.bound:g}"
             )
+            lines = [f"The answer holds up to iteration {self.holds_until} of {self.last}: {reason}."]
         if self.evaluated is None or self.before is None or self.after is None:
             lines.append(f"There is no comparison: {self.reason}.")
             return lines
@@ -104,9 +119,15 @@ class WhatIfAnswer(Settings):
         return lines
 
 
-def effective_sample_size(run: Run, number: int) -> float:
-    """Return the effective sample size of an iteration, as a share of its samples."""
-    return Iteration(run, number).update.metrics["effective_sample_size"]
+def read_iteration(run: Run, number: int) -> ReplayedIteration:
+    """Return the measurements of an iteration of a what-if run. It need not be sealed."""
+    metrics = Iteration(run, number).metrics
+    return ReplayedIteration(
+        number=number,
+        effective_sample_size=metrics.get("update/effective_sample_size"),
+        behavior_kl=metrics.get("update/behavior_kl"),
+        reward=metrics.get("credit/reward_mean"),
+    )
 
 
 def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnswer:
@@ -115,9 +136,9 @@ def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnsw
     run = open_known_run(store, name)
     assert run.fork is not None, "a what-if run is a fork"
     first, parent = run.fork.iteration + 1, open_known_run(store, run.fork.parent)
-    iterations = [_read_iteration(run, number) for number in range(first, min(last, len(sealed_iterations(run))) + 1)]
-    below = (each.number for each in iterations if each.effective_sample_size < bound)
-    holds_until = next(below, last + 1) - 1
+    iterations = [read_iteration(run, number) for number in range(first, min(last, len(sealed_iterations(run))) + 1)]
+    below = (each.number for each in iterations if each.is_below(bound))
+    holds_until = next(below, first + len(iterations)) - 1
     known = {each.number: each for each in evaluations_of(parent)}
     evaluated = [each for each in evaluations_of(run) if first <= each.number <= holds_until and each.number in known]
     after = evaluated[-1] if evaluated else None
@@ -148,16 +169,6 @@ def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnsw
         after=after,
         difference=difference,
         reason=reason,
-    )
-
-
-def _read_iteration(run: Run, number: int) -> ReplayedIteration:
-    metrics = Iteration(run, number).metrics
-    return ReplayedIteration(
-        number=number,
-        effective_sample_size=metrics["update/effective_sample_size"],
-        behavior_kl=metrics["update/behavior_kl"],
-        reward=metrics["credit/reward_mean"],
     )
 
 

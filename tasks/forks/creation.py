@@ -32,8 +32,8 @@ from rheostat.infra.store.tombstones import FORGOTTEN, check_not_deleted, delete
 from rheostat.tasks.config.documents import place_overrides
 from rheostat.tasks.config.run import RunConfig, load_config, override_config, parse_config
 from rheostat.tasks.forks.conflicts import FIXED, check_policies_stored, find_conflicts, find_fixed
-from rheostat.tasks.forks.replay import FIXED_BY_ROLLOUTS, find_replayed, plan_replay, with_correction
-from rheostat.tasks.forks.sharing import Replayed, find_shared
+from rheostat.tasks.forks.replay import FIXED_BY_ROLLOUTS, find_replayed, has_new_scores, plan_replay, with_correction
+from rheostat.tasks.forks.sharing import Sharing, find_shared
 from rheostat.tasks.run.dependencies import dependencies_of
 from rheostat.tasks.run.preflight import with_recorded_defaults
 from rheostat.tasks.views.metrics import sealed_iterations
@@ -98,8 +98,8 @@ class PlannedFork:
     fork: Fork
     dependencies: Dependencies
     """Code, data files and library versions with which the fork continues."""
-    replayed: Replayed | None = None
-    """Results of later iterations that a what-if run trains on again, or None for other forks."""
+    sharing: Sharing
+    """Results of the parent that the fork shares."""
 
 
 def parse_fork_point(text: str) -> tuple[str, int]:
@@ -142,6 +142,11 @@ def request_fork(
             f"{point}: run {parent!r} has no completed iteration {number}. Choose one from 0 (the initial policy) to "
             f"{num_sealed}."
         )
+    if is_what_if and number == num_sealed:
+        raise BadInput(
+            f"{point}: run {parent!r} has no completed iteration after iteration {number}, whose rollouts could be "
+            f"used. Choose an earlier one, such as {parent}@0."
+        )
     fixed = FIXED | FIXED_BY_ROLLOUTS if is_what_if else FIXED
     for override in overrides:
         if (reason := find_fixed(override.partition("=")[0].strip(), fixed)) is not None:
@@ -157,12 +162,15 @@ def request_fork(
             f"fork {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
             f"{number}. Set iterations to {number + 1} or more."
         )
-    if is_what_if and number == num_sealed:
-        raise BadInput(f"{point}: iteration {number} is the last completed one. Choose one below, such as {parent}@0.")
     check_policies_stored(run, number, config, num_sealed=num_sealed)
     dependencies = _check_data(run, number, config)
-    replayed = plan_replay(run, number, before, config, dependencies, num_sealed=num_sealed) if is_what_if else None
-    shared, num_bytes = find_shared(run, number, name=name, replayed=replayed)
+    is_rescored = has_new_scores(run, config, dependencies)
+    sharing = (
+        plan_replay(run, number, before, config, is_rescored=is_rescored, num_sealed=num_sealed)
+        if is_what_if
+        else Sharing(number, rescores=is_rescored and config.evaluation.is_due(number))
+    )
+    shared, num_bytes = find_shared(run, sharing, name=name)
     own = SharedPart(iteration=number, fingerprint=run.record.fingerprint, config=run.record.config)
     earlier = [] if run.fork is None else run.fork.parts
     fork = Fork(
@@ -170,9 +178,9 @@ def request_fork(
         iteration=number,
         parts=[part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)],
         shared=shared,
-        replayed=find_replayed(run, number, replayed),
+        replayed=find_replayed(run, sharing),
     )
-    mean = _mean_cost(run, without=() if replayed is None else ("rollout",))
+    mean = _mean_cost(run, without=("rollout",) if is_what_if else ())
     plan = ForkPlan(
         run=name,
         parent=parent,
@@ -181,14 +189,14 @@ def request_fork(
         changes=describe_difference(*run.settings_beside(config)),
         shared_objects=sum(map(len, shared.values())),
         shared_bytes=num_bytes,
-        replays=replayed is not None,
+        replays=is_what_if,
         worker_seconds=mean.worker_seconds * (config.iterations - number),
         price=mean.price * (config.iterations - number),
         exists=_is_existing(store, fork, config),
     )
     if not plan.exists:
         _find_leftovers(open_store(f"{store.rstrip('/')}/{name}"), name)
-    return PlannedFork(plan, config, fork, dependencies, replayed)
+    return PlannedFork(plan, config, fork, dependencies, sharing)
 
 
 def create_fork(planned: PlannedFork) -> Run:
@@ -212,7 +220,7 @@ def create_fork(planned: PlannedFork) -> Run:
         own.put(FORK, fork.seal())
         for directory in stores.values():
             directory.put(f"{FORKS}{name}.json", seal({"fork": name}))
-        shared, _ = find_shared(parent, fork.iteration, name=name, replayed=planned.replayed)
+        shared, _ = find_shared(parent, planned.sharing, name=name)
         if shared != fork.shared:
             for directory in stores.values():
                 directory.delete(f"{FORKS}{name}.json")

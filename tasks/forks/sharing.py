@@ -14,25 +14,44 @@ from rheostat.infra.store.tombstones import deleted_parts, needed_objects
 from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key
 
 _EXCLUDED: Final = ("rescore/", "recredit/", "retention/")
-"""Prefixes of the keys of results that `_is_before` excludes: rescorings, recredits and records of deletions. The
-latter are selected separately."""
+"""Prefixes of the keys of results that are excluded: rescorings, recredits and records of deletions. The latter are
+selected separately."""
+_GENERATED: Final = ("plan", "rollout")
+"""Stages whose results do not depend on rewards."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """Stored results of iterations after the beginning of a fork, which a what-if run trains on again."""
+class Sharing:
+    """Choice of the stored results of a run that a fork shares."""
 
-    first: int
-    """First iteration of which results are shared."""
-    last: int
-    """Last iteration of which results are shared."""
-    stages: frozenset[str]
-    """Stages whose results are shared, such as "rollout"."""
+    iteration: int
+    """Last iteration of which all results are shared."""
+    rescores: bool = False
+    """Whether the fork scores the evaluation after `iteration` again, so that only its completions are shared."""
+    last: int = 0
+    """Last iteration of which the results in `stages` are shared. A what-if run trains on them again."""
+    stages: frozenset[str] = frozenset()
+    """Stages whose results are shared after `iteration`, such as "rollout". Empty unless the fork is a what-if run."""
 
     @property
-    def iterations(self) -> range:
-        """Numbers of the iterations."""
-        return range(self.first, self.last + 1)
+    def replayed(self) -> range:
+        """Numbers of the iterations of which only the results in `stages` are shared."""
+        return range(self.iteration + 1, self.last + 1)
+
+    def includes(self, run: Run, key: str) -> bool:
+        """Return whether a fork of a run shares the result with this key."""
+        if key.startswith(_EXCLUDED):
+            return False
+        if key.startswith("it-"):
+            parsed = StageKey.parse(key)
+            is_replayed = parsed.iteration in self.replayed and parsed.stage in self.stages
+            return parsed.iteration <= self.iteration or is_replayed
+        if key.startswith("eval-"):
+            parsed = StageKey.parse(key)
+            is_needed = parsed.stage in _GENERATED or not (self.rescores and parsed.evaluation == self.iteration)
+            is_complete = run.has(StageKey.of(evaluation_key(parsed.evaluation), "summary"))
+            return parsed.evaluation <= self.iteration and is_complete and is_needed
+        return True
 
 
 class StoredBundles:
@@ -53,14 +72,11 @@ class StoredBundles:
         return (is_kept or tombstone_key(ref.digest) not in self._deleted) and has_bundle(self._run.store, ref)
 
 
-def find_shared(
-    run: Run, number: int, *, name: str, replayed: Replayed | None = None
-) -> tuple[dict[str, list[str]], int]:
-    """Return the keys of the objects that the fork `name` at iteration `number` shares, by name of the run that stores
-    them, and their total size in bytes. `replayed` are results of later iterations that are shared as well. Raises
-    Damaged if an object is missing."""
-    manifests, stored = run.manifests(), StoredBundles(run, name)
-    results = [each for each in manifests if _is_before(run, each.key, number) or _is_replayed(each.key, replayed)]
+def find_shared(run: Run, sharing: Sharing, *, name: str) -> tuple[dict[str, list[str]], int]:
+    """Return the keys of the objects that the fork `name` of a run shares, by name of the run that stores them, and
+    their total size in bytes. Raises Damaged if an object is missing."""
+    number, manifests, stored = sharing.iteration, run.manifests(), StoredBundles(run, name)
+    results = [each for each in manifests if sharing.includes(run, each.key)]
     deletions = [each for each in manifests if each.key.startswith("retention/")]
     named = {bundle for each in results for bundle in each.bundles.values()}
     bundles = {bundle for bundle in named if stored.has(bundle)}
@@ -82,26 +98,6 @@ def find_shared(
     for key in sorted(keys):
         shared.setdefault(owners.get(key, run.name), []).append(key)
     return shared, sum(sizes[key] for key in keys)
-
-
-def _is_before(run: Run, key: str, number: int) -> bool:
-    """Return whether a fork at iteration `number` shares a result."""
-    if key.startswith(_EXCLUDED):
-        return False
-    if key.startswith("it-"):
-        return StageKey.parse(key).iteration <= number
-    if key.startswith("eval-"):
-        evaluated = StageKey.parse(key).evaluation
-        return evaluated <= number and run.has(StageKey.of(evaluation_key(evaluated), "summary"))
-    return True
-
-
-def _is_replayed(key: str, replayed: Replayed | None) -> bool:
-    """Return whether a what-if run shares a result of an iteration that it trains on again."""
-    if replayed is None or not key.startswith("it-"):
-        return False
-    parsed = StageKey.parse(key)
-    return parsed.iteration in replayed.iterations and parsed.stage in replayed.stages
 
 
 def _is_entry_before(run: Run, key: str, number: int) -> bool:
