@@ -18,6 +18,7 @@ from bench.jobs import DEMO
 from bench.tables import Cell, Table
 from rheostat.infra.store.runs import open_run
 from rheostat.tasks.views.metrics import evaluations_of
+from rheostat.tasks.views.report.sections import paired_difference
 
 BRIEF: Final = '{kind = "length", unit = "characters", max_length = 8, margin = 8, weight = 1.0}'
 """Reward for completions as short as a bare guess, which worked answers do not get."""
@@ -50,6 +51,8 @@ class ComparedIteration:
     parent: float
     answer: float
     real: float
+    is_significant: bool
+    """Whether a paired test finds that the what-if run differs from the demo, at a level of 5% on one side."""
 
     @property
     def is_right(self) -> bool:
@@ -75,13 +78,15 @@ def compare_change(home: Path, name: str, overrides: Sequence[str]) -> list[Comp
     """Answer a change of the demo in both ways, and return the accuracies after each iteration that both reached."""
     answer = json.loads(_run(home, "what-if", "demo", name, *overrides, "--bound", str(LOWEST), "--json"))
     _run(home, "fork", "demo@0", f"{name}-real", *overrides, "report=false")
-    runs = (open_run(str(home / "runs"), each) for each in ("demo", name, f"{name}-real"))
-    parent, replayed, real = ({each.number: each.mean for each in evaluations_of(run)} for run in runs)
+    demo, run, rerun = (open_run(str(home / "runs"), each) for each in ("demo", name, f"{name}-real"))
+    parent, replayed, real = ({each.number: each.mean for each in evaluations_of(run)} for run in (demo, run, rerun))
     compared, lowest = [], 1.0
     for each in answer["iterations"]:
         number, lowest = each["number"], min(lowest, each["effective_sample_size"] or 1.0)
         if number in replayed:
-            compared.append(ComparedIteration(number, lowest, parent[number], replayed[number], real[number]))
+            difference = paired_difference(demo, number, run, number)
+            means = parent[number], replayed[number], real[number]
+            compared.append(ComparedIteration(number, lowest, *means, difference.lower > 0 or difference.upper < 0))
     return compared
 
 
@@ -90,15 +95,23 @@ def answers_table(results: Mapping[str, Sequence[ComparedIteration]]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for change, compared in results.items():
         last = [each for each in compared if each.lowest_sample_size >= BOUND][-1]
-        right = "yes" if last.is_right else "no"
-        rows.append((change, last.number, last.parent, last.answer, last.real, right))
-    count = sum(row[-1] == "yes" for row in rows)
+        means = (last.parent, last.answer, last.real)
+        rows.append((change, last.number, *means, _say(last.is_significant), _say(last.is_right)))
+    significant = [row for row in rows if row[-2] == _say(True)]
+    rights = [sum(row[-1] == _say(True) for row in some) for some in (significant, rows)]
     return Table(
         title=f"Held-out accuracy after the last iteration with an effective sample size of {BOUND} or more",
-        columns=("change", "iteration", "demo", "what-if run", "real run", "sign right"),
+        columns=("change", "iteration", "demo", "what-if run", "real run", "significant", "sign right"),
         rows=tuple(rows),
-        notes=(f"The sign of the difference from the demo was right for {count} of {len(rows)} changes.",),
+        notes=(
+            f"The sign of the difference from the demo was right for {rights[0]} of the {len(significant)} changes "
+            f"with a significant difference, and for {rights[1]} of all {len(rows)} changes.",
+        ),
     )
+
+
+def _say(is_true: bool) -> str:
+    return "yes" if is_true else "no"
 
 
 def errors_table(results: Mapping[str, Sequence[ComparedIteration]]) -> Table:
@@ -107,6 +120,7 @@ def errors_table(results: Mapping[str, Sequence[ComparedIteration]]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for low, high in RANGES:
         some = [each for each in every if low <= each.lowest_sample_size < high]
+        certain = [each for each in some if each.is_significant]
         if some:
             rows.append(
                 (
@@ -114,12 +128,18 @@ def errors_table(results: Mapping[str, Sequence[ComparedIteration]]) -> Table:
                     len(some),
                     fmean(abs(each.real - each.parent) for each in some),
                     fmean(abs(each.answer - each.real) for each in some),
-                    f"{fmean(each.is_right for each in some):.0%}",
+                    f"{sum(each.is_right for each in certain)} of {len(certain)}",
                 )
             )
     return Table(
         title="Error of what-if runs by the lowest effective sample size so far",
-        columns=("effective sample size", "iterations", "mean effect of the change", "mean error", "sign right"),
+        columns=(
+            "effective sample size",
+            "iterations",
+            "mean effect of the change",
+            "mean error",
+            "sign right, if significant",
+        ),
         rows=tuple(rows),
     )
 

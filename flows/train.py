@@ -51,25 +51,31 @@ async def run_iterations(
     """Run the remaining iterations of a run, with evaluations, until the configured number of iterations is reached, or
     until an alarm or the budget ends the run. Evaluating the last policy is left to the caller.
 
-    The run also ends after iteration `last`, and after the first iteration for which `must_stop` returns True.
+    The run also ends after iteration `last`, and after the first iteration for which `must_stop` returns True. In these
+    cases, alarms and the budget are not checked any more.
 
     Iterations that were trained but not marked as complete (sealed) before an interruption are sealed first. A single
     thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
     config, (unclosed, remaining) = open_run.settings, find_remaining_iterations(open_run)
     remaining = range(remaining.start, remaining.stop if last is None else min(remaining.stop, last + 1))
+    newest = remaining.start - 1
+
+    def is_over(number: int) -> bool:
+        return number == last or must_stop(number)
+
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
             apply_alarms(open_run, number)
             await close_iteration(open_run, number, thread)
-        if unclosed and must_stop(unclosed[-1]):
+        if is_over(newest):
             return
         check_budget(open_run)
         check_alarms(open_run)
         start_pools(open_run)
         await prepare_run(open_run.ref)
-        if config.evaluation.is_due(remaining.start - 1):
-            await evaluate_iteration(open_run, remaining.start - 1)
+        if config.evaluation.is_due(newest):
+            await evaluate_iteration(open_run, newest)
         async with keep_pages_updated(open_run):
             async with asyncio.TaskGroup() as group:
                 closing_task = None
@@ -77,7 +83,8 @@ async def run_iterations(
                     await train_iteration(open_run, number)
                     must_end = apply_alarms(open_run, number)
                     must_end |= await record_costs(open_run, number)
-                    must_end |= must_stop(number)
+                    must_end |= is_over(number)
+                    newest = number
                     if closing_task is not None:
                         await closing_task
                     closing_task = group.create_task(close_iteration(open_run, number, thread))
@@ -85,5 +92,6 @@ async def run_iterations(
                         break
                     if config.evaluation.is_due(number):
                         await evaluate_iteration(open_run, number)
-            check_budget(open_run)
-            check_alarms(open_run)
+            if not is_over(newest):
+                check_budget(open_run)
+                check_alarms(open_run)

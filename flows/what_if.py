@@ -3,9 +3,11 @@ with other settings."""
 
 import asyncio
 from functools import partial
+from typing import Annotated
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
+from pydantic import Field
 
 from rheostat.flows.fork import fork
 from rheostat.flows.measurement import evaluate_iteration
@@ -16,12 +18,15 @@ from rheostat.infra.store.runs import open_run as open_stored_run
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.forks.answer import BOUND, WhatIfAnswer, read_answer, read_iteration
 from rheostat.tasks.forks.creation import create_fork, request_fork
+from rheostat.tasks.forks.replay import check_continuation
 from rheostat.tasks.preparation import check_inputs
 from rheostat.tasks.reporting import report_run
 from rheostat.tasks.run.keys import artifact_key, evaluation_key, iteration_key
 from rheostat.tasks.run.preflight import mark_as_checked
 from rheostat.tasks.tracking.follow import mirror_to_trackers
 from rheostat.tasks.views.metrics import sealed_iterations
+
+Bound = Annotated[float, Field(gt=0, le=1)]
 
 
 @flow(name="what-if", flow_run_name="{name}", validate_parameters=True)
@@ -30,7 +35,7 @@ async def what_if(
     name: str,
     overrides: list[str] | None = None,
     store: str = "./runs",
-    bound: float = BOUND,
+    bound: Bound = BOUND,
     continues: bool = False,
     accept_change: bool = False,
 ) -> WhatIfAnswer:
@@ -42,49 +47,49 @@ async def what_if(
         name: Name of the what-if run.
         overrides: Settings that differ, such as `update.learning_rate=1e-4`.
         store: Store that contains both runs.
-        bound: Lowest effective sample size, as a share of the samples, with which an iteration is trusted.
+        bound: Lowest effective sample size, relative to that of the parent, with which an iteration is trusted.
         continues: Fork the what-if run after the last trusted iteration, and train the fork on its own rollouts.
         accept_change: Continue even if reward code or library versions have changed since the run was created.
     """
     planned = await asyncio.to_thread(request_fork, store, point, name, overrides=overrides or [], is_what_if=True)
+    if continues:
+        check_continuation(planned.config)
     await check_inputs(planned.config)
     await asyncio.to_thread(create_fork, planned)
     with mark_as_checked():
         answer = await replay(planned.config, bound=bound, accept_change=accept_change)
     if continues and (words := answer.words_of_fork(planned.config.iterations)):
         point, fork_name, *changes = words
-        await fork(point, fork_name, changes, store=store, accept_change=accept_change)
+        await fork(point, fork_name, [*(overrides or []), *changes], store=store, accept_change=accept_change)
     return answer
 
 
 @flow(name="replay", flow_run_name="{config.name}", validate_parameters=True)
-async def replay(config: RunConfig, bound: float = BOUND, accept_change: bool = False) -> WhatIfAnswer:
+async def replay(config: RunConfig, bound: Bound = BOUND, accept_change: bool = False) -> WhatIfAnswer:
     """Train the iterations of a what-if run on the rollouts that it shares, until one cannot be trusted, and publish
     the answer in Prefect.
 
     Args:
         config: Configuration of the what-if run, which exists.
-        bound: Lowest effective sample size, as a share of the samples, with which an iteration is trusted.
+        bound: Lowest effective sample size, relative to that of the parent, with which an iteration is trusted.
         accept_change: Continue even if reward code or library versions have changed.
     """
     run = open_stored_run(config.store, config.name)
     fork = run.fork
     assert fork is not None, "a what-if run is a fork"
-    last = min(config.iterations, max(fork.replayed))
+    parent, last = open_stored_run(config.store, fork.parent), min(config.iterations, max(fork.replayed))
 
-    def must_stop(run: Run, number: int) -> bool:
-        return number > fork.iteration and read_iteration(run, number).is_below(bound)
+    def must_stop(run: Run, newest: int) -> bool:
+        return any(read_iteration(run, parent, each).is_below(bound) for each in range(fork.iteration + 1, newest + 1))
 
     done = len(sealed_iterations(run))
-    is_over = done >= last or must_stop(run, done)
-    final_key = iteration_key(done) if is_over and done < last else evaluation_key(last)
+    final_key = iteration_key(done) if done < last and must_stop(run, done) else evaluation_key(last)
     async with (
         lock_run(config, accept_change=accept_change, final_key=final_key) as open_run,
         mirror_to_trackers(open_run),
     ):
         if not open_run.is_finished:
-            if not is_over:
-                await run_iterations(open_run, last=last, must_stop=partial(must_stop, open_run.run))
+            await run_iterations(open_run, last=last, must_stop=partial(must_stop, open_run.run))
             if len(sealed_iterations(open_run.run)) == last:
                 await evaluate_iteration(open_run, last)
         await report_run(open_run)

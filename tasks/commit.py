@@ -2,7 +2,7 @@
 settings no longer keep."""
 
 from collections.abc import Collection, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from rheostat.infra.errors import Damaged
 from rheostat.infra.store.bundles import CONTENTS, BundleRef, delete_bundle
@@ -31,20 +31,20 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
     plans = [batch.plan_manifest for batch in iteration.batches]
     rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
     auxiliary, credit, update = auxiliary_manifests(open_run, iteration), iteration.credit, iteration.update
-    elapsed = datetime.now(UTC) - datetime.fromisoformat(plans[0].provenance.created)
+    own_rollouts, own_scores = ([m for m in some if not open_run.run.inherits(m.key)] for some in (rollouts, scores))
     seconds = {
-        "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
-        "scoring": sum(m.provenance.seconds["worker"] for m in scores),
-        "scoring_after": _scoring_seconds_after(scores, rollouts),
+        "rollout": max((m.provenance.seconds["stage"] for m in own_rollouts), default=0.0),
+        "scoring": sum(m.provenance.seconds["worker"] for m in own_scores),
+        "scoring_after": _scoring_seconds_after(own_scores, own_rollouts),
         "estimates": sum(m.provenance.seconds["stage"] for m in auxiliary),
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
-        "total": elapsed.total_seconds(),
+        "total": (datetime.now(UTC) - _start_time(open_run.run, plans[0], own_scores, credit)).total_seconds(),
         **{
-            name: sum(m.provenance.seconds[name] for m in rollouts)  # summed over workers, which load in parallel
+            name: sum(m.provenance.seconds[name] for m in own_rollouts)  # summed over workers, which load in parallel
             for name in ("weights_seconds", "weights_bytes")
         },
-        **_environment_seconds(rollouts),
+        **_environment_seconds(own_rollouts),
     }
     costs = open_run.account.unsealed.pop(iteration.number, None) or iteration_costs(open_run, iteration, Reservation())
     # policy of the update, or the policy that an alarm reverted to
@@ -67,6 +67,17 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
     )
     append_to_chain(open_run, iteration.key)
     return sealed
+
+
+def _start_time(run: Run, plan: Manifest, scores: Sequence[Manifest], credit: Manifest) -> datetime:
+    """Return when an iteration began. In a what-if run, whose plans and rollouts are shared, this is when the first of
+    its own scores was begun, or its advantages if it has no own scores."""
+    if not run.inherits(plan.key):
+        return datetime.fromisoformat(plan.provenance.created)
+    return min(
+        datetime.fromisoformat(m.provenance.created) - timedelta(seconds=m.provenance.seconds["stage"])
+        for m in (*scores, credit)
+    )
 
 
 def _scoring_seconds_after(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:

@@ -3,6 +3,7 @@ completions. It is stored before work on the batch starts, so a resumed run does
 
 from math import floor
 
+from rheostat.infra.errors import Damaged
 from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
 from rheostat.tasks.run.batch import Batch, BatchPlan
@@ -113,6 +114,11 @@ def _plan_heldout(open_run: OpenRun, key: str, number: int, *, policy: str) -> B
 
 def _commit_plan(open_run: OpenRun, plan: BatchPlan) -> Batch:
     batch = Batch(open_run.run, plan)
+    if batch.is_replayed and not open_run.run.has(plan.plan_key):
+        raise Damaged(
+            f"run {open_run.run.name!r}: {plan.plan_key!r} is not among the shared results, so its rollouts do not "
+            "exist. Create the what-if run again under another name."
+        )
     manifest = commit_decision(
         open_run, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded()
     )

@@ -103,6 +103,6 @@ def _build_work(open_run: OpenRun, iteration: Iteration) -> UpdateWork:
         critic=None if critic is None else critic_of(iteration.critic),
         learns=critic is None or iteration.number > critic.warmup_iterations,
         kl_coefficient=loss_coefficient(open_run, iteration),
-        exact_behaviour=settings.rollout.engine.matches_trainer(settings.update)
-        and not open_run.run.replays(iteration.number),
+        exact_behaviour=settings.rollout.engine.matches_trainer(settings.update),
+        is_replayed=open_run.run.replays(iteration.number),
     )

@@ -47,7 +47,7 @@ class WhatIfOptions:
         Parameter(show_default="the stored configuration of the run", help="configuration file to use instead"),
     ] = None
     bound: Annotated[
-        float, Parameter(help="lowest effective sample size, as a share of the samples, with which to go on")
+        float, Parameter(help="lowest effective sample size, relative to that of RUN, with which to go on")
     ] = 0.5
     continues: Annotated[
         bool,
@@ -77,12 +77,15 @@ def what_if(
     """Train with other settings on a run's stored rollouts, and show how far the result can be trusted."""
     from rheostat.flows.cli.live import show_checks
     from rheostat.tasks.forks.creation import create_fork, request_fork
+    from rheostat.tasks.forks.replay import check_continuation
     from rheostat.tasks.run.preflight import preflight
 
     if not 0 < options.bound <= 1:
         raise BadInput(f"--bound must be above 0 and at most 1, found {options.bound:g}.")
     point = run if "@" in run else f"{run}@0"
     planned = request_fork(store, point, name, overrides=overrides, job=options.config, is_what_if=True)
+    if options.continues:
+        check_continuation(planned.config)
     if options.dry_run:
         with show_checks(as_json=as_json):
             asyncio.run(preflight(planned.config))
@@ -106,7 +109,7 @@ def what_if(
         write(f"\n{answer.text()}{steps}")
     summary = None
     if options.continues and fork:
-        summary = _continue(fork, store, options, display, as_json=as_json)
+        summary = _continue([*fork, *overrides], store, options, display, as_json=as_json)
     if as_json:
         continued = None if summary is None else summary.model_dump(mode="json")
         write(json.dumps({**answer.model_dump(mode="json"), "continued": continued}, indent=2))
@@ -120,7 +123,7 @@ def _continue(
     from rheostat.tasks.forks.creation import create_fork, request_fork
 
     point, name, *overrides = words
-    continued = request_fork(store, point, name, overrides=overrides)
+    continued = request_fork(store, point, name, overrides=overrides, job=options.config)
     with (
         show_progress(continued.config, display, as_json=as_json),
         open_job(

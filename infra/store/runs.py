@@ -23,7 +23,9 @@ from rheostat.infra.store.storage import open_store
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+MAX_NAME = 64
+"""Maximum number of characters of the name of a run."""
+_NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{MAX_NAME - 1}}}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
 LOCK, PENDING, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 TRANSIENT = (LOCK, PENDING, ORDERS, TRACKERS, "readers/")
@@ -91,10 +93,14 @@ class Run:
         Differences whose dotted keys are all in `ignored` are allowed."""
         self._refuse(describe_difference(*self.settings_beside(config), ignored=ignored))
 
-    def settings_beside(self, config: Identified) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    def settings_beside(
+        self, config: Identified, iteration: int | None = None
+    ) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
         """Return the recorded settings that determine results, and those of a configuration. Both have present names
-        of keys, so that they can be compared."""
-        recorded, present = self.record.config, config.present_names
+        of keys, so that they can be compared. `iteration` selects the recorded settings of an iteration that a fork
+        shares."""
+        recorded = self.record.config if iteration is None else self.config_at(iteration)
+        present = config.present_names
         return present(config.normalize(recorded)), present(config.identity(recorded))
 
     def _refuse(self, changes: str) -> None:

@@ -44,15 +44,22 @@ class Part:
 
 
 def take_rows(
-    cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int, parts: Sequence[Part] = ()
+    cursor: Cursor,
+    count: int,
+    *,
+    taken: Collection[int],
+    num_prompts: int,
+    seed: int,
+    parts: Sequence[Part] = (),
+    excluded: Collection[int] = (),
 ) -> tuple[tuple[int, ...], Cursor]:
     """Return the indices of the next `count` distinct prompt rows, and the cursor after them.
 
     Rows in `taken`, which the iteration already uses, are not issued again in this iteration. If the stream yields such
-    a row, it is added to `returned` and issued later. With `parts`, rows are sampled from the parts by weight. Raises
-    ValueError if there are fewer than `count` other rows.
+    a row, it is added to `returned` and issued later. Rows in `excluded` are never issued. With `parts`, rows are
+    sampled from the parts by weight. Raises ValueError if there are fewer than `count` other rows.
     """
-    others = frozenset(taken)
+    others, never = frozenset(taken) | frozenset(excluded), frozenset(excluded)
     if not 0 <= count <= num_prompts - len(others):
         raise ValueError(
             f"{format_count(count, 'new prompt was', 'new prompts were')} requested for one iteration, but only "
@@ -78,7 +85,7 @@ def take_rows(
             waiting.append(row)
         else:
             rows[row] = None
-    return tuple(rows), Cursor(position=position, returned=tuple(waiting))
+    return tuple(rows), Cursor(position=position, returned=tuple(row for row in waiting if row not in never))
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:

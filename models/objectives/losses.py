@@ -10,7 +10,7 @@ Shapes: N completion tokens of one micro-batch, from any number of sequences; B 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Final, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -308,14 +308,14 @@ def _zero_untrained(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, T
     return {name: torch.where(trained_N, value.detach(), torch.zeros_like(value)) for name, value in values.items()}
 
 
-def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
+def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, has_same_weights: bool = True, tally: MetricSums) -> None:
     """Add metrics of the difference between the engine's and the trainer's log-probs, measured before the first
     optimizer step.
 
     `train_N` are the trainer's log-probs. Tokens of earlier policy versions are excluded, because their difference
-    would also include changes of the weights.
+    would also include changes of the weights. All tokens are excluded unless `has_same_weights` is set.
     """
-    tallies, fresh_N = mismatch(train_N, tokens.behavior_N), tokens.staleness_N == 0
+    tallies, fresh_N = mismatch(train_N, tokens.behavior_N), (tokens.staleness_N == 0) & has_same_weights
     difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in tallies)
     tally.add(
         {
@@ -328,16 +328,21 @@ def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) ->
     tally.raise_to({"mismatch_difference_max": difference_N, "mismatch_ratio_max": weight_N})
 
 
+_MAX_LOG_WEIGHT: Final = 300.0
+"""Limit of a sample's log importance weight, so that the square of the weight is finite in float64."""
+
+
 def tally_behavior(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
     """Add sums from which `update_metrics` computes how far the policy before the update is from the policies that
     generated the samples.
 
     `train_N` are the trainer's log-probs before the first optimizer step. In contrast to `tally_mismatch`, tokens of
-    earlier policy versions count, too. The importance weight of a sample is the product of the ratios of its tokens.
+    earlier policy versions count, too. The importance weight of a sample is the product of the ratios of its tokens. It
+    is computed in float64 and only limited at e³⁰⁰, because equal limits would make different weights look equal.
     """
     log_ratio_N, has_tokens_B = train_N - tokens.behavior_N, tokens.lengths_B > 0
-    sums_B = torch.segment_reduce(log_ratio_N, "sum", lengths=tokens.lengths_B, unsafe=True)
-    weight_B = torch.where(has_tokens_B, exp_ratio(sums_B), 0.0).double()
+    sums_B = torch.segment_reduce(log_ratio_N.double(), "sum", lengths=tokens.lengths_B, unsafe=True)
+    weight_B = torch.where(has_tokens_B, sums_B.clamp(max=_MAX_LOG_WEIGHT).exp(), 0.0)
     tally.add(
         {
             "behavior_samples": has_tokens_B,

@@ -230,6 +230,8 @@ class UpdateWork:
     exact_behaviour: bool = False
     """Whether the behavior log-probs (those of the engine that generated the tokens) equal the trainer's log-probs, up
     to rounding."""
+    is_replayed: bool = False
+    """Whether a policy of another run generated the samples, so that its log-probs are those of other weights."""
     was_moved: bool = False
     """Whether the updates in `past` ran with a different layout of ranks, so that repeating them gives similar but not
     identical weights."""

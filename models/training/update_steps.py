@@ -57,6 +57,8 @@ class StepBatches:
     reported are used as old log-probs."""
     minibatch: int
     """Index of the minibatch within its epoch. Every epoch has the same minibatches."""
+    is_replayed: bool = False
+    """Whether a policy of another run generated the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def take_steps(
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
             before_N = old[number] if index else logprobs_N.detach()
             if before_N is not None and index < epoch:
-                tally_mismatch(before_N, tokens, tally=tally)
+                tally_mismatch(before_N, tokens, has_same_weights=not step.is_replayed, tally=tally)
                 tally_behavior(before_N, tokens, tally=tally)
             _tally_steps(
                 trainer, batch, logprobs_N.detach() - (tokens.behavior_N if before_N is None else before_N), tally
@@ -298,8 +300,12 @@ def plan_policy_steps(
     batches = build_batches(samples, plans, config=config, rank=ranks.data_parallel_rank)
     order = _order_minibatches(len(plans), epochs=config.epochs, seed=work.seed)
     rates = _rates(work, len(order), config=config)
-    computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)
-    return [StepBatches(batches[step], rate, computes_old, step) for step, rate in zip(order, rates, strict=True)]
+    is_exact = work.exact_behaviour and samples.is_fresh and not work.is_replayed
+    computes_old = needs_old(config) and not is_exact
+    return [
+        StepBatches(batches[step], rate, computes_old, step, work.is_replayed)
+        for step, rate in zip(order, rates, strict=True)
+    ]
 
 
 def _order_minibatches(minibatches: int, *, epochs: int, seed: int) -> list[int]:

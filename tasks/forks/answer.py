@@ -5,18 +5,22 @@ from typing import Final
 
 from rheostat.infra.config import Settings, read_recorded
 from rheostat.infra.errors import BadInput, Quarantined
+from rheostat.infra.former_names import former_name
 from rheostat.infra.store.dependencies import dependency_records
 from rheostat.infra.store.runs import Run
 from rheostat.infra.terminal import table, wrap_text
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.gate.comparison import PairedDifference
+from rheostat.tasks.forks.replay import CONTINUED
+from rheostat.tasks.run.dependencies import REWARD_CODE
 from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.keys import StageKey
 from rheostat.tasks.views.metrics import Accuracy, evaluations_of, format_number, format_scientific, sealed_iterations
 from rheostat.tasks.views.report.sections import difference_line, paired_difference
 from rheostat.tasks.views.runs import open_known_run
 
 BOUND: Final = 0.5
-"""Default for the lowest effective sample size with which an iteration is trusted."""
+"""Default for the lowest effective sample size, relative to that of the parent, with which an iteration is trusted."""
 
 
 class ReplayedIteration(Settings):
@@ -31,18 +35,25 @@ class ReplayedIteration(Settings):
     behavior_kl: float | None
     """Estimated KL divergence from the policy that generated the samples to the policy before the update, in nats per
     token. None if there was no update."""
+    parent_sample_size: float = 1.0
+    """Effective sample size that the parent run measured in the same iteration. It is below 1 if its engine and its
+    trainer compute different log-probs, or if rollouts are generated ahead (`rollout.staleness`). It is 1 if the parent
+    did not measure it."""
     reward: float | None
     """Mean reward of the stored rollouts, under the rewards of the what-if run. None if no score exists."""
 
     def is_below(self, bound: float) -> bool:
-        """Return whether the effective sample size is below a bound. Without an update, it is not."""
-        return self.effective_sample_size is not None and self.effective_sample_size < bound
+        """Return whether the effective sample size, relative to that of the parent, is below a bound. Without an
+        update, it is not."""
+        size = self.effective_sample_size
+        return size is not None and size < bound * self.parent_sample_size
 
     def cells(self) -> dict[str, str]:
         """Return the values as formatted table cells. Keys are the column headings."""
         return {
             "iteration": f"{self.number:,}",
             "effective sample size": format_number(self.effective_sample_size),
+            "of the parent": format_number(self.parent_sample_size),
             "KL, nats per token": format_scientific(self.behavior_kl),
             "reward": format_number(self.reward),
         }
@@ -56,7 +67,7 @@ class WhatIfAnswer(Settings):
     parent: str
     """Name of the run whose rollouts are used."""
     bound: float
-    """Lowest effective sample size with which an iteration is trusted."""
+    """Lowest effective sample size, relative to that of the parent, with which an iteration is trusted."""
     iterations: tuple[ReplayedIteration, ...]
     """Iterations that were trained on stored rollouts, in order."""
     last: int
@@ -80,7 +91,7 @@ class WhatIfAnswer(Settings):
         `iterations`, or an empty list if there is nothing left to train."""
         if self.holds_until >= iterations:
             return []
-        return [f"{self.run}@{self.holds_until}", f"{self.run}-continued", f"iterations={iterations}"]
+        return [f"{self.run}@{self.holds_until}", f"{self.run}{CONTINUED}", f"iterations={iterations}"]
 
     def text(self) -> str:
         """Describe the answer as lines for the terminal: a table of the iterations, and the conclusion."""
@@ -93,15 +104,16 @@ class WhatIfAnswer(Settings):
         """Return sentences that say how far the answer can be trusted and what it is."""
         if self.holds_until == self.last:
             sizes = [size for each in self.iterations if (size := each.effective_sample_size) is not None]
-            reason = f": the effective sample size is at least {min(sizes):.3f}" if sizes else ""
-            lines = [f"The answer holds up to iteration {self.last}, the last one of {self.parent}{reason}."]
+            reason = f": the effective sample size is {min(sizes):.3f} or more" if sizes else ""
+            lines = [f"The answer holds up to iteration {self.last}, the last one that was replayed{reason}."]
         else:
             broken = next((each for each in self.iterations if each.is_below(self.bound)), None)
             reason = (
                 "the later iterations are not trained yet"
                 if broken is None
                 else f"in iteration {broken.number} the effective sample size is "
-                f"{format_number(broken.effective_sample_size)}, below {self.bound:g}"
+                f"{format_number(broken.effective_sample_size)}, below {self.bound:g} of the parent's "
+                f"{format_number(broken.parent_sample_size)}"
             )
             lines = [f"The answer holds up to iteration {self.holds_until} of {self.last}: {reason}."]
         if self.evaluated is None or self.before is None or self.after is None:
@@ -119,13 +131,14 @@ class WhatIfAnswer(Settings):
         return lines
 
 
-def read_iteration(run: Run, number: int) -> ReplayedIteration:
-    """Return the measurements of an iteration of a what-if run. It need not be sealed."""
-    metrics = Iteration(run, number).metrics
+def read_iteration(run: Run, parent: Run, number: int) -> ReplayedIteration:
+    """Return the measurements of an iteration of a what-if run, which need not be sealed."""
+    metrics, theirs = Iteration(run, number).metrics, parent.find(StageKey.policy(number))
     return ReplayedIteration(
         number=number,
         effective_sample_size=metrics.get("update/effective_sample_size"),
         behavior_kl=metrics.get("update/behavior_kl"),
+        parent_sample_size=1.0 if theirs is None else theirs.metrics.get("effective_sample_size", 1.0),
         reward=metrics.get("credit/reward_mean"),
     )
 
@@ -136,7 +149,9 @@ def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnsw
     run = open_known_run(store, name)
     assert run.fork is not None, "a what-if run is a fork"
     first, parent = run.fork.iteration + 1, open_known_run(store, run.fork.parent)
-    iterations = [read_iteration(run, number) for number in range(first, min(last, len(sealed_iterations(run))) + 1)]
+    iterations = [
+        read_iteration(run, parent, number) for number in range(first, min(last, len(sealed_iterations(run))) + 1)
+    ]
     below = (each.number for each in iterations if each.is_below(bound))
     holds_until = next(below, first + len(iterations)) - 1
     known = {each.number: each for each in evaluations_of(parent)}
@@ -145,8 +160,8 @@ def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnsw
     difference, reason = None, ""
     if after is None:
         reason = (
-            f"{parent.name} was not evaluated after an iteration from {first} to {holds_until}. Set evaluation.every "
-            "in later runs"
+            f"the two runs were not evaluated after the same iteration from {first} to {holds_until}. Set "
+            "evaluation.every in later runs"
             if holds_until >= first
             else "no iteration can be trusted"
         )
@@ -176,4 +191,4 @@ def _first_reward(run: Run) -> tuple[object, object]:
     """Return the settings and the code of the reward whose mean on held-out problems is the accuracy of a run."""
     reward = read_recorded(ScoringConfig, run.record.config["scoring"]).rewards[0]
     code = {} if not (records := dependency_records(run)) else records[-1].dependencies.code
-    return reward, code.get(getattr(reward, "target", ""))
+    return reward, code.get(f"{REWARD_CODE}{former_name(getattr(reward, 'target', ''))}")

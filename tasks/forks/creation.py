@@ -32,7 +32,15 @@ from rheostat.infra.store.tombstones import FORGOTTEN, check_not_deleted, delete
 from rheostat.tasks.config.documents import place_overrides
 from rheostat.tasks.config.run import RunConfig, load_config, override_config, parse_config
 from rheostat.tasks.forks.conflicts import FIXED, check_policies_stored, find_conflicts, find_fixed
-from rheostat.tasks.forks.replay import FIXED_BY_ROLLOUTS, find_replayed, has_new_scores, plan_replay, with_correction
+from rheostat.tasks.forks.replay import (
+    FIXED_BY_ROLLOUTS,
+    check_replay,
+    find_replayed,
+    plan_replay,
+    rescores,
+    with_correction,
+    with_kept_policies,
+)
 from rheostat.tasks.forks.sharing import Sharing, find_shared
 from rheostat.tasks.run.dependencies import dependencies_of
 from rheostat.tasks.run.preflight import with_recorded_defaults
@@ -54,7 +62,7 @@ class ForkPlan(Settings):
     iteration: int
     """Last iteration that the fork shares with its parent."""
     iterations: int
-    """Number of iterations of the fork, including the shared ones."""
+    """Last iteration that will be trained, now or later."""
     changes: str
     """Settings that differ from those of the parent, each with its old and new value, or an empty string."""
     shared_objects: int
@@ -128,6 +136,69 @@ def request_fork(
     iterations. Raises BadInput with the setting that cannot change, or with the reason why the iteration cannot be
     shared.
     """
+    run, number, num_sealed = _open_parent(store, point, is_what_if=is_what_if)
+    fixed = FIXED | FIXED_BY_ROLLOUTS if is_what_if else FIXED
+    for override in overrides:
+        if (reason := find_fixed(override.partition("=")[0].strip(), fixed)) is not None:
+            raise BadInput(f"fork {name!r} of {point}: {reason}.")
+    before = _parse_recorded(run, store)
+    config = _build_config(run, store, name, overrides, job, num_sealed)
+    if is_what_if:
+        config = with_kept_policies(with_correction(config, overrides))
+    for reason in find_conflicts(run, number, before, config, fixed):
+        raise BadInput(f"fork {name!r} of {point}: {reason}.")
+    if config.iterations <= number:
+        raise BadInput(
+            f"fork {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
+            f"{number}. Set iterations to {number + 1} or more."
+        )
+    existing = _find_existing(run, number, config, is_what_if=is_what_if)
+    dependencies = _check_data(run, number, config)
+    last = min(num_sealed, config.iterations) if is_what_if else number
+    if existing is None:
+        check_policies_stored(run, number, config, num_sealed=num_sealed)
+        if is_what_if:
+            check_replay(run, number, last, config)
+            sharing = plan_replay(run, number, last, config, dependencies)
+        else:
+            sharing = Sharing(number, rescores=rescores(run, number, config, dependencies))
+        shared, num_bytes = find_shared(run, sharing, name=name)
+        fork = Fork(
+            parent=run.name,
+            iteration=number,
+            parts=_shared_parts(run, number),
+            shared=shared,
+            replayed=find_replayed(run, sharing),
+        )
+        _find_leftovers(open_store(f"{store.rstrip('/')}/{name}"), name)
+    else:
+        assert existing.fork is not None, "it is a fork"
+        fork, sharing = existing.fork, Sharing(number)
+        last = min(last, max(fork.replayed, default=number))
+        num_bytes = sum(entry.bytes for entry in existing.store.entries("") if fork.inherits(entry.key))
+    mean, remaining = (
+        _mean_cost(run, without=("rollout",) if is_what_if else ()),
+        (last if is_what_if else config.iterations) - number,
+    )
+    plan = ForkPlan(
+        run=name,
+        parent=run.name,
+        iteration=number,
+        iterations=number + remaining,
+        changes=describe_difference(*run.settings_beside(config)),
+        shared_objects=sum(map(len, fork.shared.values())),
+        shared_bytes=num_bytes,
+        replays=is_what_if,
+        worker_seconds=mean.worker_seconds * remaining,
+        price=mean.price * remaining,
+        exists=existing is not None,
+    )
+    return PlannedFork(plan, config, fork, dependencies, sharing)
+
+
+def _open_parent(store: str, point: str, *, is_what_if: bool) -> tuple[Run, int, int]:
+    """Return the run that is forked, the last shared iteration, and the number of completed iterations of the run.
+    Raises BadInput if the run cannot be forked at all, or not at this iteration."""
     parent, number = parse_fork_point(point)
     run = open_known_run(store, parent)
     check_not_deleted(run)
@@ -147,56 +218,13 @@ def request_fork(
             f"{point}: run {parent!r} has no completed iteration after iteration {number}, whose rollouts could be "
             f"used. Choose an earlier one, such as {parent}@0."
         )
-    fixed = FIXED | FIXED_BY_ROLLOUTS if is_what_if else FIXED
-    for override in overrides:
-        if (reason := find_fixed(override.partition("=")[0].strip(), fixed)) is not None:
-            raise BadInput(f"fork {name!r} of {point}: {reason}.")
-    before = _parse_recorded(run, store)
-    config = _build_config(run, store, name, overrides, job, num_sealed)
-    if is_what_if:
-        config = with_correction(config, overrides)
-    for reason in find_conflicts(run, number, before, config, fixed):
-        raise BadInput(f"fork {name!r} of {point}: {reason}.")
-    if config.iterations <= number:
-        raise BadInput(
-            f"fork {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
-            f"{number}. Set iterations to {number + 1} or more."
-        )
-    check_policies_stored(run, number, config, num_sealed=num_sealed)
-    dependencies = _check_data(run, number, config)
-    is_rescored = has_new_scores(run, config, dependencies)
-    sharing = (
-        plan_replay(run, number, before, config, is_rescored=is_rescored, num_sealed=num_sealed)
-        if is_what_if
-        else Sharing(number, rescores=is_rescored and config.evaluation.is_due(number))
-    )
-    shared, num_bytes = find_shared(run, sharing, name=name)
+    return run, number, num_sealed
+
+
+def _shared_parts(run: Run, number: int) -> list[SharedPart]:
     own = SharedPart(iteration=number, fingerprint=run.record.fingerprint, config=run.record.config)
     earlier = [] if run.fork is None else run.fork.parts
-    fork = Fork(
-        parent=parent,
-        iteration=number,
-        parts=[part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)],
-        shared=shared,
-        replayed=find_replayed(run, sharing),
-    )
-    mean = _mean_cost(run, without=("rollout",) if is_what_if else ())
-    plan = ForkPlan(
-        run=name,
-        parent=parent,
-        iteration=number,
-        iterations=config.iterations,
-        changes=describe_difference(*run.settings_beside(config)),
-        shared_objects=sum(map(len, shared.values())),
-        shared_bytes=num_bytes,
-        replays=is_what_if,
-        worker_seconds=mean.worker_seconds * (config.iterations - number),
-        price=mean.price * (config.iterations - number),
-        exists=_is_existing(store, fork, config),
-    )
-    if not plan.exists:
-        _find_leftovers(open_store(f"{store.rstrip('/')}/{name}"), name)
-    return PlannedFork(plan, config, fork, dependencies, sharing)
+    return [part.model_copy(update={"iteration": min(part.iteration, number)}) for part in (*earlier, own)]
 
 
 def create_fork(planned: PlannedFork) -> Run:
@@ -213,7 +241,8 @@ def create_fork(planned: PlannedFork) -> Run:
     record = new_record(name, planned.config.identity(parent.record.config))
     run = Run(SharedStore(own, fork, stores), record)
     with run.lock():
-        if _is_existing(store, fork, planned.config):
+        is_what_if = planned.plan.replays
+        if _find_existing(parent, fork.iteration, planned.config, is_what_if=is_what_if) is not None:
             return open_run(store, name)
         for key in _find_leftovers(own, name):
             own.delete(key)
@@ -278,33 +307,38 @@ def _build_config(
 
 
 def _mean_cost(run: Run, *, without: Collection[str] = ()) -> Cost:
-    """Return the mean costs of the completed iterations of a run, summed over all roles except those in `without`."""
-    costs = [
-        total(cost for role, cost in each.provenance.costs.items() if role not in without)
-        for each in sealed_iterations(run)
-        if each.provenance.costs
-    ]
+    """Return the mean costs of the completed iterations of a run, summed over all roles except those in `without`. If
+    all of them used rollouts of an earlier run, return the mean costs of that run."""
+    numbered = [each for each in enumerate(sealed_iterations(run), start=1) if each[1].provenance.costs]
+    generated = [seal for number, seal in numbered if without or not run.replays(number)]
+    if numbered and not generated and run.fork is not None:
+        home, parent = run.store.uri.rpartition("/")[0], run.fork.parent
+        return _mean_cost(open_run(home, parent)) if parent in list_runs(home) else Cost()
+    costs = [total(cost for role, cost in each.provenance.costs.items() if role not in without) for each in generated]
     whole, count = total(costs), max(len(costs), 1)
     return Cost(worker_seconds=whole.worker_seconds / count, price=whole.price / count)
 
 
-def _is_existing(store: str, fork: Fork, config: RunConfig) -> bool:
-    """Return whether the fork was created before. `config` is its configuration. Raises BadInput if another run has its
-    name, or if the fork has own results that were computed with other settings."""
-    name = config.name
+def _find_existing(parent: Run, number: int, config: RunConfig, *, is_what_if: bool) -> Run | None:
+    """Return the fork if it was created before with the same configuration, or None. Raises BadInput if another run has
+    its name, or if the fork has own results that were computed with other settings."""
+    store, name = config.store, config.name
     if name not in list_runs(store):
-        return False
+        return None
     run = open_run(store, name)
     existing = run.fork
-    if existing is None or (existing.parent, existing.iteration) != (fork.parent, fork.iteration):
+    replays = existing is not None and max(existing.replayed, default=0) > existing.iteration
+    if existing is None or (existing.parent, existing.iteration, replays) != (parent.name, number, is_what_if):
+        kind = "what-if run" if is_what_if else "fork"
         raise BadInput(
-            f"a run {name!r} already exists in {store!r}, and it is not a fork of {fork.point}. Choose another name."
+            f"a run {name!r} already exists in {store!r}, and it is not a {kind} of {parent.name}@{number}. Choose "
+            "another name."
         )
     changes = describe_difference(*run.settings_beside(config))
     has_own_results = any(not existing.inherits(entry.key) for entry in run.store.entries(MANIFESTS))
     if changes and has_own_results:
         raise BadInput(f"fork {name!r} already exists with other settings: {changes}. Choose another name.")
-    return not changes
+    return None if changes else run
 
 
 def _check_data(run: Run, number: int, config: RunConfig) -> Dependencies:

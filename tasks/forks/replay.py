@@ -1,18 +1,22 @@
 """What-if runs: forks that train other policies on the stored rollouts of a run, instead of generating new ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from rheostat.infra.config import changed_keys
+from rheostat.infra.config import changed_keys, read_recorded
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.dependencies import Dependencies, dependency_records
-from rheostat.infra.store.runs import Run
+from rheostat.infra.store.runs import MAX_NAME, Run
 from rheostat.models.config.objectives import TruncatedImportance
+from rheostat.models.config.rewards import ScoringConfig
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.forks.sharing import Sharing
 from rheostat.tasks.run.batch import check_rollouts_kept
+from rheostat.tasks.run.dependencies import REWARD_CODE
 from rheostat.tasks.run.keys import reward_model_role
 
+CONTINUED: Final = "-continued"
+"""Suffix of the name of the fork that continues a what-if run."""
 FIXED_BY_ROLLOUTS: Final = {"rollout": "a what-if run trains on rollouts that were generated with these settings"}
 """Settings that a what-if run cannot change, each with the reason."""
 
@@ -35,50 +39,90 @@ def with_correction(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     )
 
 
-def has_new_scores(run: Run, after: RunConfig, dependencies: Dependencies) -> bool:
-    """Return whether settings or code of the rewards differ between a run and a fork of it. `after` is the
-    configuration of the fork, and `dependencies` is the present code."""
-    changed = changed_keys(*run.settings_beside(after))
-    recorded = dependency_records(run)[-1:]
-    return any(f"{key}.".startswith("scoring.") for key in changed) or any(
-        each.dependencies.code != dependencies.code for each in recorded
-    )
-
-
-def plan_replay(
-    run: Run, number: int, before: RunConfig, after: RunConfig, *, is_rescored: bool, num_sealed: int
-) -> Sharing:
-    """Return which results a what-if run shares that begins after iteration `number`, up to iteration `num_sealed` of
-    the run. Scores are shared unless `is_rescored` is set, and the verdicts of a reward model if its settings are
-    equal.
-
-    `before` and `after` are the configurations of the run and of the what-if run. Raises BadInput if rollouts cannot be
-    used again.
-    """
-    stages = {"plan", "rollout"} if is_rescored else {"plan", "rollout", "scoring"}
-    for term, reward in after.scoring.model_rewards.items():
-        if not is_rescored or before.scoring.model_rewards.get(term) == reward:
-            stages |= {reward_model_role(term)}
-    sharing = Sharing(
-        number,
-        rescores=is_rescored and after.evaluation.is_due(number),
-        last=min(num_sealed, after.iterations),
-        stages=frozenset(stages),
-    )
-    check_rollouts_kept(run, sharing.replayed)
-    if before.rollout.dynamic is not None and is_rescored:
+def check_continuation(config: RunConfig) -> None:
+    """Raise BadInput if no fork of a what-if run with this configuration could be trained afterwards."""
+    if len(config.name) + len(CONTINUED) > MAX_NAME:
         raise BadInput(
-            f"rewards cannot change in a what-if run of {run.name!r}, because with rollout.dynamic the scores decided "
-            "how many completions were generated. Change settings of the algorithm or the update."
+            f"the name {config.name!r} is too long to continue the what-if run as {config.name + CONTINUED!r}. Choose "
+            f"a name with at most {MAX_NAME - len(CONTINUED)} characters."
         )
-    for iteration in sharing.replayed:
+    if config.update.state_every > 1:
+        raise BadInput(
+            f"update.state_every is {config.update.state_every}, so the optimizer state that is needed to continue may "
+            "not be stored. Set update.state_every to 1."
+        )
+
+
+def with_kept_policies(config: RunConfig) -> RunConfig:
+    """Return the configuration with at least three kept policies. After the last trusted iteration one more is trained,
+    and a fork with alarms that revert also needs the policy before."""
+    keep = max(3, config.retention.keep_last)
+    return config.model_copy(update={"retention": config.retention.model_copy(update={"keep_last": keep})})
+
+
+def has_new_scores(run: Run, after: RunConfig, dependencies: Dependencies, iterations: Iterable[int]) -> bool:
+    """Return whether settings or code of the rewards differ between a fork and one of these iterations of a run.
+    `after` is the configuration of the fork, and `dependencies` is the present code."""
+    records, code = dependency_records(run), _reward_code(dependencies)
+    for number in iterations:
+        keys = changed_keys(*run.settings_beside(after, number))
+        in_force = [each.dependencies for each in records if each.iteration <= max(number, 1)][-1:]
+        if any(f"{key}.".startswith("scoring.") for key in keys) or any(
+            _reward_code(each) != code for each in in_force
+        ):
+            return True
+    return False
+
+
+def _reward_code(dependencies: Dependencies) -> dict[str, dict[str, str]]:
+    return {name: modules for name, modules in dependencies.code.items() if name.startswith(REWARD_CODE)}
+
+
+def check_replay(run: Run, number: int, last: int, after: RunConfig) -> None:
+    """Raise BadInput if the rollouts of the iterations after `number` up to `last` cannot be used with the
+    configuration `after`."""
+    changed = changed_keys(*run.settings_beside(after))
+    reason = None
+    if after.rollout.dynamic is not None and any(f"{key}.".startswith(("scoring.", "algorithm.")) for key in changed):
+        reason = (
+            "rewards and algorithm cannot change, because with rollout.dynamic they decided how many completions were "
+            "generated. Change settings of the update"
+        )
+    elif after.algorithm.reward_kl is not None:
+        reason = (
+            "algorithm.kl would measure the divergence of the policies that generated the rollouts. Remove it "
+            "(`algorithm.kl=`), or penalize the divergence in the loss (`update.kl`)"
+        )
+    elif after.update.router_replay is not None and "update.router_replay" in changed:
+        reason = "update.router_replay cannot be set, because the stored rollouts contain no choices of experts"
+    for iteration in range(number + 1, last + 1):
         if run.config_at(iteration)["rollout"] != run.record.config["rollout"]:
-            raise BadInput(
-                f"run {run.name!r} cannot be replayed from iteration {number}, because iteration {iteration}, which it "
-                "shares with an earlier run, was generated with other settings of the rollout. Choose a later "
-                "iteration, or the earlier run."
+            reason = (
+                f"iteration {iteration}, which {run.name!r} shares with an earlier run, was generated with other "
+                "settings of the rollout. Choose a later iteration, or the earlier run"
             )
-    return sharing
+    if reason is not None:
+        raise BadInput(f"a what-if run cannot use the rollouts of run {run.name!r} like this: {reason}.")
+    check_rollouts_kept(run, range(number + 1, last + 1))
+
+
+def plan_replay(run: Run, number: int, last: int, after: RunConfig, dependencies: Dependencies) -> Sharing:
+    """Return which results a what-if run shares that begins after iteration `number` and uses rollouts up to iteration
+    `last`. Scores are shared if neither settings nor code of the rewards differ, and verdicts of a reward model if its
+    settings are equal. `after` is the configuration of the what-if run, and `dependencies` is the present code."""
+    iterations = range(number + 1, last + 1)
+    is_rescored = has_new_scores(run, after, dependencies, iterations)
+    stages = {"plan", "rollout"} if is_rescored else {"plan", "rollout", "scoring"}
+    before = [read_recorded(ScoringConfig, run.config_at(each)["scoring"]).model_rewards for each in iterations]
+    for term, reward in after.scoring.model_rewards.items():
+        if all(rewards.get(term) == reward for rewards in before):
+            stages |= {reward_model_role(term)}
+    return Sharing(number, rescores=rescores(run, number, after, dependencies), last=last, stages=frozenset(stages))
+
+
+def rescores(run: Run, number: int, after: RunConfig, dependencies: Dependencies) -> bool:
+    """Return whether a fork after iteration `number` scores the evaluation after this iteration again."""
+    return after.evaluation.is_due(number) and has_new_scores(run, after, dependencies, [number])
 
 
 def find_replayed(run: Run, sharing: Sharing) -> tuple[int, ...]:

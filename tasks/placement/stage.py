@@ -176,7 +176,7 @@ def record_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInput
 
 async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
     fleet = await open_run.get_fleet()
-    take: dict[str, object] = {"rollout": policy_of(batch.policy)}
+    take: dict[str, object] = {"rollout": policy_of(batch.policy)} if "rollout" in workers else {}
     for term in open_run.settings.scoring.hosted_rewards:
         take[reward_model_role(term)] = policy_of(open_run.reward_model(term))
     started = time.monotonic()

@@ -63,6 +63,10 @@ WHOLE_BYTES: Final = 2**26
 """
 
 
+REWARD_CODE: Final = "reward "
+"""Prefix of the names under which the code of reward functions is recorded. The rest is the target."""
+
+
 def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     """Find everything besides the configuration that the results of a run depend on: code, data files and library
     versions. `run` is the existing run if it is resumed.
@@ -127,7 +131,7 @@ def _build_dependencies(
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
     targets = [rule.function.target for rule in rules if rule.brings_code]
-    functions = {f"reward {former_name(target)}": target for target in targets}
+    functions = {f"{REWARD_CODE}{former_name(target)}": target for target in targets}
     functions |= {
         f"environment {former_name(target)}": target for target in (environment.run.targets if environment else ())
     }

@@ -61,8 +61,9 @@ def test_without_changes_the_samples_keep_their_weight_and_nothing_is_generated_
         assert ours.metrics["update/effective_sample_size"] == pytest.approx(1)
         assert ours.credit.shards == theirs.credit.shards
         assert all(map(run.inherits, (f"{ours.key}/{stage}/0000" for stage in ("rollout", "scoring"))))
-        costs = run.require(f"{ours.key}/seal").provenance.costs
-        assert costs["rollout"].written_tokens == 0 < costs["update"].learnt_tokens
+        sealed = run.require(f"{ours.key}/seal").provenance
+        assert sealed.costs["rollout"].written_tokens == 0 < sealed.costs["update"].learnt_tokens
+        assert sealed.seconds["rollout"] == sealed.seconds["scoring"] == 0 < sealed.seconds["update"]
     assert not [*(replayed.store / "same").glob("manifests/it-*/rollout")]
     assert verify_run(str(replayed.store), "same") == []
 
@@ -74,7 +75,7 @@ def test_other_settings_train_another_policy_and_every_token_is_compared_with_it
     assert first["effective_sample_size"] == pytest.approx(1)
     for metrics in later:
         assert 0 < metrics["effective_sample_size"] < 0.999
-        assert metrics["mismatch_tokens"] == metrics["tokens"]
+        assert metrics["mismatch_tokens"] == 0, "a mismatch can be measured only for the same weights"
         assert metrics["behavior_kl"] > 1e-4
     assert verify_run(str(replayed.store), "faster") == []
 
@@ -124,6 +125,39 @@ def test_objects_that_a_what_if_run_uses_are_kept_by_its_parent(replayed, tmp_pa
     assert verify_run(str(job.store), "same") == []
     with pytest.raises(BadInput, match="the rollouts of iteration 1 were deleted"):
         request(job, "tiny@0")
+    existing = request_fork(str(job.store), "tiny@0", "same", overrides=OURS, is_what_if=True)
+    assert existing.plan.exists and existing.fork.replayed == (1, 2, 3)
+
+
+def test_a_fork_and_a_what_if_run_with_equal_settings_are_not_taken_for_each_other(replayed):
+    store = str(replayed.store)
+    with pytest.raises(BadInput, match=r"'same' already exists .* not a fork of tiny@0"):
+        request_fork(store, "tiny@0", "same", overrides=[*OURS, "iterations=4"])
+    create_fork(request_fork(store, "tiny@0", "plain", overrides=OURS))
+    with pytest.raises(BadInput, match=r"'plain' already exists .* not a what-if run of tiny@0"):
+        request_fork(store, "tiny@0", "plain", overrides=OURS, is_what_if=True)
+
+
+def test_scores_of_a_fork_that_were_computed_with_earlier_rewards_are_computed_again(job):
+    with job.prefect():
+        from rheostat.flows.fork import fork
+
+        run_flow(fork("tiny@2", "longer", [LENGTH, *OURS], store=str(job.store)))
+    planned = [
+        request_fork(str(job.store), f"longer@{number}", "what", overrides=OURS, is_what_if=True) for number in (0, 2)
+    ]
+    assert ["scoring" in each.sharing.stages for each in planned] == [False, True]
+
+
+def test_a_run_that_an_alarm_reverted_can_be_replayed_without_the_alarm(job):
+    alarm = "alarms=[{kind = 'metric', metric = 'update/entropy', bound = 0.0, action = 'revert'}]"
+    with job.prefect():
+        from rheostat.flows.fork import fork
+
+        run_flow(fork("tiny@0", "reverting", [alarm, "iterations=2", *OURS], store=str(job.store)))
+    assert opened(job, "reverting").has("it-0001/return")
+    answer(job, "reverting@0", "what", "alarms=[]", bound=1e-6)
+    assert verify_run(str(job.store), "what") == []
 
 
 @pytest.mark.parametrize(
@@ -136,6 +170,7 @@ def test_objects_that_a_what_if_run_uses_are_kept_by_its_parent(replayed, tmp_pa
         ("tiny@0", ["data.options.train_problems=65"], "data.options.train_problems cannot change, because"),
         ("tiny@0", ["update.correction.kind=none"], "update.correction cannot be 'none', because .* 'truncated' or"),
         ("tiny@1", [], "policy 1 is not stored"),
+        ("tiny@0", ["algorithm.kl={coefficient = 0.1}"], "algorithm.kl would measure the divergence of the policies"),
     ],
 )
 def test_a_what_if_run_that_cannot_use_the_stored_rollouts_is_refused_by_name(job, point, overrides, message):

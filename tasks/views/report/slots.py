@@ -88,13 +88,15 @@ def decisions_of(run: Run) -> list[PlacedDecision]:
 def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecision]) -> list[SlotsPicture]:
     """Draw timelines of at most `PANELS` of these completed iterations, spread evenly."""
     timelines = []
-    for key in map(iteration_key, spread(numbers, PANELS)):
-        manifests = run.manifests(f"{key}/")
+    for number in spread(numbers, PANELS):
+        key = iteration_key(number)
+        manifests = [each for each in run.manifests(f"{key}/") if not run.replays(number) or not run.inherits(each.key)]
         pieces = sorted(_work_pieces(manifests), key=lambda piece: -piece.seconds)[:BARS]
         if pieces:
             own = [each for each in decisions if each.batch.split("/")[0] == key]
-            plan = next(each for each in manifests if StageKey.parse(each.key).stage == "plan")
-            timelines.append(SlotsPicture(batch=key, svg=_draw_timeline(key, pieces, own, _commit_time(plan))))
+            plans = (_commit_time(each) for each in manifests if StageKey.parse(each.key).stage == "plan")
+            start = next(plans, min(piece.begin for piece in pieces))
+            timelines.append(SlotsPicture(batch=key, svg=_draw_timeline(key, pieces, own, start)))
     return timelines
 
 

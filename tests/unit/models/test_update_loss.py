@@ -22,7 +22,7 @@ from rheostat.models.config.objectives import (
 )
 from rheostat.models.objectives.importance import correct, needs_old
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
-from rheostat.models.objectives.losses import tally_mismatch, update_loss
+from rheostat.models.objectives.losses import summarize_behavior, tally_behavior, tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, move_policy, pass_tokens, random_tokens
 
 TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5, high=2.0), NoCorrection()
@@ -106,6 +106,35 @@ def test_the_mismatch_is_measured_over_tokens_of_the_present_policy():
         "mismatch_kl": 2 - math.log(3) - 0.5 + math.log(2), "mismatch_tokens": 2,
     })  # fmt: skip
     assert maxima == pytest.approx({"mismatch_difference_max": math.log(3), "mismatch_ratio_max": 3})
+
+
+def sums_of(tally):
+    tally.raise_to({"maximum": doubles([0.0])})
+    return tally.unpacked(*tally.packed())[0]
+
+
+def test_the_effective_sample_size_is_computed_from_the_weights_of_whole_samples():
+    # Ratios of tokens: 2 and 2 in the first sample, 1/2 in the second, a stale one. The third sample has no tokens.
+    tokens = pass_tokens([2, 1, 0], behaviour=[math.log(0.2)] * 3, advantages=[0.0] * 3, staleness=[0, 0, 2])
+    tally = MetricSums()
+    tally_behavior(doubles([0.4, 0.4, 0.1]).log(), tokens, tally=tally)
+    metrics = summarize_behavior(sums_of(tally))
+    assert metrics["effective_sample_size"] == pytest.approx((4 + 0.5) ** 2 / (2 * (4**2 + 0.5**2)))
+    assert metrics["behavior_kl"] == pytest.approx((2 * (1 - math.log(2)) + (-0.5 + math.log(2))) / 3)
+
+
+@pytest.mark.parametrize(("logs", "share"), [((-60.0, -60.0), 1), ((-60.0, -50.0), 0.5), ((-999.0, -999.0), 0)])
+def test_weights_of_policies_that_are_far_apart_are_not_made_equal(logs, share):
+    tokens, tally = pass_tokens([1, 1], behaviour=[0.0, 0.0], advantages=[0.0, 0.0]), MetricSums()
+    tally_behavior(doubles(logs), tokens, tally=tally)
+    assert summarize_behavior(sums_of(tally))["effective_sample_size"] == pytest.approx(share, abs=1e-3)
+
+
+def test_tokens_of_another_run_count_for_no_mismatch_of_engine_and_trainer():
+    tokens, tally = pass_tokens([1], behaviour=[math.log(0.1)], advantages=[0.0]), MetricSums()
+    tally_mismatch(doubles([0.3]).log(), tokens, has_same_weights=False, tally=tally)
+    sums, maxima = tally.unpacked(*tally.packed())
+    assert not any(sums.values()) and not any(maxima.values())
 
 
 # ---- the whole loss
