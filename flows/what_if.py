@@ -39,8 +39,8 @@ async def what_if(
     continues: bool = False,
     accept_change: bool = False,
 ) -> WhatIfAnswer:
-    """Train with other settings on the stored rollouts of a run, and say how far the result can be trusted. If the flow
-    is started again, it continues.
+    """Train with other settings on the stored rollouts of a run, and report up to which iteration the result can be
+    trusted. If the flow is started again with the same arguments, it continues.
 
     Args:
         point: Run whose rollouts are used, and the last iteration before the change, such as `demo@0`.
@@ -58,7 +58,7 @@ async def what_if(
     await asyncio.to_thread(create_fork, planned)
     with mark_as_checked():
         answer = await replay(planned.config, bound=bound, accept_change=accept_change)
-    if continues and (words := answer.words_of_fork(planned.config.iterations)):
+    if continues and (words := answer.fork_arguments(planned.config.iterations)):
         point, fork_name, *changes = words
         await fork(point, fork_name, [*(overrides or []), *changes], store=store, accept_change=accept_change)
     return answer
@@ -66,11 +66,11 @@ async def what_if(
 
 @flow(name="replay", flow_run_name="{config.name}", validate_parameters=True)
 async def replay(config: RunConfig, bound: Bound = BOUND, accept_change: bool = False) -> WhatIfAnswer:
-    """Train the iterations of a what-if run on the rollouts that it shares, until one cannot be trusted, and publish
-    the answer in Prefect.
+    """Train the iterations of a what-if run on the rollouts that it shares, until an iteration cannot be trusted, and
+    publish the answer in Prefect.
 
     Args:
-        config: Configuration of the what-if run, which exists.
+        config: Configuration of an existing what-if run.
         bound: Lowest effective sample size, relative to that of the parent, with which an iteration is trusted.
         accept_change: Continue even if reward code or library versions have changed.
     """

@@ -10,7 +10,7 @@ from graphlib import TopologicalSorter
 import pyarrow.parquet as pq
 
 from rheostat.infra.config import Settings
-from rheostat.infra.errors import RunLocked
+from rheostat.infra.errors import BadInput, RunLocked
 from rheostat.infra.store.chain import complete_manifests
 from rheostat.infra.store.dependencies import dependency_records
 from rheostat.infra.store.garbage import collect_garbage, delete_all
@@ -86,6 +86,28 @@ def _needed_by_forks(run: Run) -> set[str]:
         if fork.fork is not None
         for key in {*fork.fork.shared.get(run.name, ())} - {*replaced_shards(fork.manifests())}
     }
+
+
+def remove_everywhere(store: str, names: Sequence[str], ids: frozenset[str], *, delete: bool) -> list[Forgotten]:
+    """Report the data that the named runs, and all runs that share shards with them, have of the given prompts. If
+    `delete` is true, also remove it. Return one report per run.
+
+    Nothing is removed before all runs were read without an error. If a call was interrupted, the next call finishes its
+    work. Raises RunLocked if a process has locked one of the runs, and BadInput if one was forked meanwhile.
+    """
+    reports = []
+    for run in with_relatives([open_run(store, name) for name in names]):
+        with run.lock_without_epoch():
+            reports.append(remove_prompts(run, ids, delete=False))
+    for index, report in enumerate(reports if delete else ()):
+        if report.prompts or report.exports:
+            with open_run(store, report.run).lock() as locked_run:
+                reports[index] = remove_prompts(locked_run, ids, delete=True)
+    if delete and {run.name for run in with_relatives([open_run(store, name) for name in names])} - {
+        report.run for report in reports
+    }:
+        raise BadInput("a run was forked while prompts were removed. Run the same command again.")
+    return reports
 
 
 def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:

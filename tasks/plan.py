@@ -56,15 +56,24 @@ def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: in
     in the iteration are skipped."""
     settings, before = open_run.settings, iteration.start_state
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
+    excluded_rows = open_run.run.excluded_rows(iteration.number)
     taken_rows = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
     num_prompts = iteration.prompts.shards[0].rows
     cursor = earlier[-1].cursor if earlier else before.cursor
     assert cursor is not None, "an iteration's batches have a cursor"
-    count = max(0, min(num_wanted, num_prompts - len(taken_rows)))
+    count = max(0, min(num_wanted, num_prompts - len(taken_rows | excluded_rows)))
     rows, next_cursor = tuple[int, ...](), cursor
     if count:
         parts, seed = iteration.data_parts, settings.seed
-        rows, next_cursor = take_rows(cursor, count, taken=taken_rows, num_prompts=num_prompts, seed=seed, parts=parts)
+        rows, next_cursor = take_rows(
+            cursor,
+            count,
+            taken=taken_rows,
+            num_prompts=num_prompts,
+            seed=seed,
+            parts=parts,
+            excluded=excluded_rows,
+        )
     plan = BatchPlan(
         key=iteration_key(iteration.number, wave),
         number=iteration.number,

@@ -28,6 +28,7 @@ from rheostat.flows.cli import (
     sweep,
     tracking,
     train,
+    unlearn,
     what_if,
 )
 from rheostat.flows.cli.prefect_api import set_defaults
@@ -67,6 +68,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
             (sweep.sweep, "configs/demo.toml update.learning_rate=1e-3,3e-3 seed=0,1 --limit 2"),
             (fork.fork, "demo@12 higher-rate update.learning_rate=1e-3"),
             (what_if.what_if, "demo lower-rate update.learning_rate=2e-4"),
+            (unlearn.unlearn, "assistant assistant-2 --prompt-ids ids.txt --dry-run"),
         ),
     ),
     (

@@ -188,26 +188,14 @@ def forget(
 ) -> None:
     """List, or with --delete remove, every copy of the given prompts and their completions in the named runs, in all
     runs that share rollouts with them, or in all runs if none is named."""
-    from rheostat.infra.store.runs import list_runs, open_run
-    from rheostat.tasks.forgetting import remove_prompts as forget_prompts
-    from rheostat.tasks.forgetting import with_relatives
+    from rheostat.infra.store.runs import list_runs
+    from rheostat.tasks.forgetting import remove_everywhere
     from rheostat.tasks.lineage.learners import find_trained_policies
     from rheostat.tasks.views.runs import open_known_run
 
-    ids = _read_ids(prompt_ids)
+    ids = read_ids(prompt_ids)
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
-    reports = []
-    for run in with_relatives([open_run(store, name) for name in names]):
-        with run.lock_without_epoch():
-            reports.append(forget_prompts(run, ids, delete=False))
-    for index, report in enumerate(reports if delete else ()):  # only after all runs were read without errors
-        if report.prompts or report.exports:
-            with open_run(store, report.run).lock() as locked_run:
-                reports[index] = forget_prompts(locked_run, ids, delete=True)
-    if delete and {run.name for run in with_relatives([open_run(store, name) for name in names])} - {
-        report.run for report in reports
-    }:
-        raise BadInput("a run was forked while prompts were removed. Run the same command again.")
+    reports = remove_everywhere(store, names, ids, delete=delete)
     if not any(each.prompts or each.exports for each in reports):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
         raise BadInput(f"{prompt_ids} contains no prompt_id of a prompt in {where}. Check the ids and --store.")
@@ -240,7 +228,7 @@ def _describe(reports: "Sequence[Forgotten]", num_prompts: int, *, delete: bool)
         yield "Nothing was deleted. Add --delete to delete."
 
 
-def _read_ids(path: Path) -> frozenset[str]:
+def read_ids(path: Path) -> frozenset[str]:
     try:
         text = read_text_file(path, label=f"--prompt-ids {path}")
     except FileNotFoundError:

@@ -47,12 +47,15 @@ class WhatIfOptions:
         Parameter(show_default="the stored configuration of the run", help="configuration file to use instead"),
     ] = None
     bound: Annotated[
-        float, Parameter(help="lowest effective sample size, relative to that of RUN, with which to go on")
+        float,
+        Parameter(help="lowest effective sample size, relative to that of RUN, with which an iteration is trusted"),
     ] = 0.5
     continues: Annotated[
         bool,
         Parameter(
-            name="--continue", negative=(), help="then train on own rollouts, as the fork NAME-continued of this run"
+            name="--continue",
+            negative=(),
+            help="afterwards, fork NAME after its last trusted iteration, and train NAME-continued on own rollouts",
         ),
     ] = False
     accept_change: Annotated[
@@ -103,13 +106,15 @@ def what_if(
 
         create_fork(planned)
         answer = run_flow(replay(config, bound=options.bound, accept_change=options.accept_change))
-    fork = answer.words_of_fork(planned.config.iterations)
+    fork = answer.fork_arguments(planned.config.iterations)
     if not as_json:
         steps = "" if options.continues else f"\n{_next_steps(answer, fork, store)}"
         write(f"\n{answer.text()}{steps}")
     summary = None
     if options.continues and fork:
         summary = _continue([*fork, *overrides], store, options, display, as_json=as_json)
+    elif options.continues and not as_json:
+        write("All iterations can be trusted, so there is nothing to continue.")
     if as_json:
         continued = None if summary is None else summary.model_dump(mode="json")
         write(json.dumps({**answer.model_dump(mode="json"), "continued": continued}, indent=2))
@@ -141,5 +146,5 @@ def _continue(
 
 def _next_steps(answer: "WhatIfAnswer", fork: "Sequence[str]", store: str) -> str:
     place = f" --store {store}" if store != DEFAULT_STORE else ""
-    steps = {"train on own rollouts from there": f"rheostat fork {' '.join(fork)}{place}"} if fork else {}
+    steps = {"continue with newly generated rollouts": f"rheostat fork {' '.join(fork)}{place}"} if fork else {}
     return format_next_steps(steps | {"compare both runs": f"rheostat compare {answer.parent} {answer.run}{place}"})

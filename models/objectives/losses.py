@@ -329,16 +329,16 @@ def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, has_same_weights: boo
 
 
 _MAX_LOG_WEIGHT: Final = 300.0
-"""Limit of a sample's log importance weight, so that the square of the weight is finite in float64."""
+"""Limit of a sample's log importance weight. The square of the weight is then finite in float64. There is no lower
+limit: many samples with the same small weight would overstate the effective sample size."""
 
 
 def tally_behavior(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
-    """Add sums from which `update_metrics` computes how far the policy before the update is from the policies that
-    generated the samples.
+    """Add the sums from which `summarize_behavior` computes how far the policy before the update is from the policies
+    that generated the samples.
 
     `train_N` are the trainer's log-probs before the first optimizer step. In contrast to `tally_mismatch`, tokens of
-    earlier policy versions count, too. The importance weight of a sample is the product of the ratios of its tokens. It
-    is computed in float64 and only limited at e³⁰⁰, because equal limits would make different weights look equal.
+    earlier policy versions are included. The importance weight of a sample is the product of the ratios of its tokens.
     """
     log_ratio_N, has_tokens_B = train_N - tokens.behavior_N, tokens.lengths_B > 0
     sums_B = torch.segment_reduce(log_ratio_N.double(), "sum", lengths=tokens.lengths_B, unsafe=True)
@@ -358,8 +358,8 @@ def summarize_behavior(sums: Mapping[str, float]) -> dict[str, float]:
     """Return two metrics from the sums of `tally_behavior`, which are given by name: the estimated KL divergence per
     token, and the effective sample size as a share of the n samples, (Σ w)² / (n · Σ w²) (Kong, 1992).
 
-    The effective sample size is 1 if all importance weights w are equal, and 1/n if one of them is far above all
-    others.
+    The effective sample size is 1 if all importance weights w are equal, 1/n if one of them is far above all others,
+    and 0 if there are no samples or all weights are below the range of float64.
     """
     squares = sums["behavior_samples"] * sums["behavior_weight_square"]
     return {

@@ -29,22 +29,22 @@ class ReplayedIteration(Settings):
     number: int
     """Number of the iteration."""
     effective_sample_size: float | None
-    """Effective sample size of the importance weights, as a share of the samples. It is 1 if the policy before the
-    update generated the samples itself, and lower the more it differs from the policy that did. None if there was no
-    update, for example because all rewards of each group were equal."""
+    """Effective sample size of the importance weights of the samples, as a fraction of their number. The more the
+    what-if policy at the start of the iteration differs from the policy that generated the samples, the lower it is.
+    None if there was no update, for example because all rewards of each group were equal."""
     behavior_kl: float | None
-    """Estimated KL divergence from the policy that generated the samples to the policy before the update, in nats per
-    token. None if there was no update."""
+    """Estimate of KL(generating policy ‖ what-if policy at the start of the iteration), in nats per token. None if
+    there was no update."""
     parent_sample_size: float = 1.0
     """Effective sample size that the parent run measured in the same iteration. It is below 1 if its engine and its
-    trainer compute different log-probs, or if rollouts are generated ahead (`rollout.staleness`). It is 1 if the parent
-    did not measure it."""
+    trainer compute different log-probs, or if rollouts are generated ahead (`rollout.staleness`). It counts as 1 if the
+    parent did not measure it, or used rollouts of another run itself."""
     reward: float | None
     """Mean reward of the stored rollouts, under the rewards of the what-if run. None if no score exists."""
 
     def is_below(self, bound: float) -> bool:
-        """Return whether the effective sample size, relative to that of the parent, is below a bound. Without an
-        update, it is not."""
+        """Return whether the effective sample size, relative to that of the parent, is below a bound. Return False if
+        there was no update."""
         size = self.effective_sample_size
         return size is not None and size < bound * self.parent_sample_size
 
@@ -53,9 +53,9 @@ class ReplayedIteration(Settings):
         return {
             "iteration": f"{self.number:,}",
             "effective sample size": format_number(self.effective_sample_size),
-            "of the parent": format_number(self.parent_sample_size),
+            "that of the parent": format_number(self.parent_sample_size),
             "KL, nats per token": format_scientific(self.behavior_kl),
-            "reward": format_number(self.reward),
+            "mean reward": format_number(self.reward),
         }
 
 
@@ -72,37 +72,37 @@ class WhatIfAnswer(Settings):
     """Iterations that were trained on stored rollouts, in order."""
     last: int
     """Last iteration of which the parent's rollouts are shared."""
-    holds_until: int
+    last_trusted: int
     """Last iteration for which the answer can be trusted: the effective sample size is not below the bound in this
     iteration and all replayed iterations before."""
-    evaluated: int | None
-    """Last iteration up to `holds_until` after which both policies were evaluated, or None."""
-    before: Accuracy | None
-    """Held-out accuracy of the parent's policy after iteration `evaluated`."""
-    after: Accuracy | None
-    """Held-out accuracy of the what-if run's policy after iteration `evaluated`."""
+    compared_iteration: int | None
+    """Last iteration up to `last_trusted` after which both policies were evaluated, or None."""
+    parent_accuracy: Accuracy | None
+    """Held-out accuracy of the parent's policy after this iteration."""
+    what_if_accuracy: Accuracy | None
+    """Held-out accuracy of the what-if run's policy after this iteration."""
     difference: PairedDifference | None
     """Paired difference of the two accuracies, or None if there is no test."""
     reason: str
     """Reason why there is no test. Empty if there is one."""
 
-    def words_of_fork(self, iterations: int) -> list[str]:
+    def fork_arguments(self, iterations: int) -> list[str]:
         """Return the arguments of `rheostat fork` that train on from the last trusted iteration up to iteration
         `iterations`, or an empty list if there is nothing left to train."""
-        if self.holds_until >= iterations:
+        if self.last_trusted >= iterations:
             return []
-        return [f"{self.run}@{self.holds_until}", f"{self.run}{CONTINUED}", f"iterations={iterations}"]
+        return [f"{self.run}@{self.last_trusted}", f"{self.run}{CONTINUED}", f"iterations={iterations}"]
 
     def text(self) -> str:
         """Describe the answer as lines for the terminal: a table of the iterations, and the conclusion."""
         rows = [
-            each.cells() | {"trusted": "yes" if each.number <= self.holds_until else "no"} for each in self.iterations
+            each.cells() | {"trusted": "yes" if each.number <= self.last_trusted else "no"} for each in self.iterations
         ]
         return "\n".join([table(rows), "", *(wrap_text(line, indent=0) for line in self.conclusion())])
 
     def conclusion(self) -> list[str]:
         """Return sentences that say how far the answer can be trusted and what it is."""
-        if self.holds_until == self.last:
+        if self.last_trusted == self.last:
             sizes = [size for each in self.iterations if (size := each.effective_sample_size) is not None]
             reason = f": the effective sample size is {min(sizes):.3f} or more" if sizes else ""
             lines = [f"The answer holds up to iteration {self.last}, the last one that was replayed{reason}."]
@@ -112,33 +112,36 @@ class WhatIfAnswer(Settings):
                 "the later iterations are not trained yet"
                 if broken is None
                 else f"in iteration {broken.number} the effective sample size is "
-                f"{format_number(broken.effective_sample_size)}, below {self.bound:g} of the parent's "
-                f"{format_number(broken.parent_sample_size)}"
+                f"{format_number(broken.effective_sample_size)}, less than {self.bound:g} times that of the parent "
+                f"({format_number(broken.parent_sample_size)})"
             )
-            lines = [f"The answer holds up to iteration {self.holds_until} of {self.last}: {reason}."]
-        if self.evaluated is None or self.before is None or self.after is None:
+            lines = [f"The answer holds up to iteration {self.last_trusted} of {self.last}: {reason}."]
+        if self.compared_iteration is None or self.parent_accuracy is None or self.what_if_accuracy is None:
             lines.append(f"There is no comparison: {self.reason}.")
             return lines
-        lines.append(
-            f"After iteration {self.evaluated}, the held-out accuracy would have been {self.after.mean:.3f} instead of "
-            f"{self.before.mean:.3f}."
-        )
-        lines.append(
-            f"There is no test of the difference: {self.reason}."
-            if self.difference is None
-            else f"Difference {self.difference.mean:+.3f}, {difference_line(self.difference)}."
-        )
+        ours, theirs = self.what_if_accuracy.mean, self.parent_accuracy.mean
+        if self.difference is None:
+            lines.append(
+                f"After iteration {self.compared_iteration}, the held-out accuracy of the what-if run is {ours:.3f}, "
+                f"and that of {self.parent} is {theirs:.3f}. There is no test of the difference: {self.reason}."
+            )
+        else:
+            lines.append(
+                f"After iteration {self.compared_iteration}, the held-out accuracy would have been {ours:.3f} instead "
+                f"of {theirs:.3f}. Difference {self.difference.mean:+.3f}, {difference_line(self.difference)}."
+            )
         return lines
 
 
 def read_iteration(run: Run, parent: Run, number: int) -> ReplayedIteration:
     """Return the measurements of an iteration of a what-if run, which need not be sealed."""
-    metrics, theirs = Iteration(run, number).metrics, parent.find(StageKey.policy(number))
+    metrics, update = Iteration(run, number).metrics, parent.find(StageKey.policy(number))
+    theirs = {} if update is None or parent.replays(number) else update.metrics
     return ReplayedIteration(
         number=number,
         effective_sample_size=metrics.get("update/effective_sample_size"),
         behavior_kl=metrics.get("update/behavior_kl"),
-        parent_sample_size=1.0 if theirs is None else theirs.metrics.get("effective_sample_size", 1.0),
+        parent_sample_size=theirs.get("effective_sample_size", 1.0),
         reward=metrics.get("credit/reward_mean"),
     )
 
@@ -153,20 +156,20 @@ def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnsw
         read_iteration(run, parent, number) for number in range(first, min(last, len(sealed_iterations(run))) + 1)
     ]
     below = (each.number for each in iterations if each.is_below(bound))
-    holds_until = next(below, first + len(iterations)) - 1
+    last_trusted = next(below, first + len(iterations)) - 1
     known = {each.number: each for each in evaluations_of(parent)}
-    evaluated = [each for each in evaluations_of(run) if first <= each.number <= holds_until and each.number in known]
+    evaluated = [each for each in evaluations_of(run) if first <= each.number <= last_trusted and each.number in known]
     after = evaluated[-1] if evaluated else None
     difference, reason = None, ""
     if after is None:
         reason = (
-            f"the two runs were not evaluated after the same iteration from {first} to {holds_until}. Set "
+            f"the two runs were not evaluated after the same iteration from {first} to {last_trusted}. Set "
             "evaluation.every in later runs"
-            if holds_until >= first
+            if last_trusted >= first
             else "no iteration can be trusted"
         )
     elif _first_reward(parent) != _first_reward(run):
-        reason = "the first rewards of the two runs differ, so their accuracies have different meanings"
+        reason = "their first rewards differ, so the two numbers have different meanings"
     else:
         try:
             difference = paired_difference(parent, after.number, run, after.number)
@@ -178,17 +181,20 @@ def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnsw
         bound=bound,
         iterations=tuple(iterations),
         last=last,
-        holds_until=holds_until,
-        evaluated=None if after is None else after.number,
-        before=None if after is None else known[after.number],
-        after=after,
+        last_trusted=last_trusted,
+        compared_iteration=None if after is None else after.number,
+        parent_accuracy=None if after is None else known[after.number],
+        what_if_accuracy=after,
         difference=difference,
         reason=reason,
     )
 
 
 def _first_reward(run: Run) -> tuple[object, object]:
-    """Return the settings and the code of the reward whose mean on held-out problems is the accuracy of a run."""
+    """Return the settings and the code of the reward whose mean on held-out problems is the accuracy of a run. The
+    weight does not affect this mean."""
     reward = read_recorded(ScoringConfig, run.record.config["scoring"]).rewards[0]
     code = {} if not (records := dependency_records(run)) else records[-1].dependencies.code
-    return reward, code.get(f"{REWARD_CODE}{former_name(getattr(reward, 'target', ''))}")
+    return reward.model_copy(update={"weight": 1.0}), code.get(
+        f"{REWARD_CODE}{former_name(getattr(reward, 'target', ''))}"
+    )

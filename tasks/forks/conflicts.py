@@ -98,15 +98,25 @@ def _keys_of(carry_over: CarryOver) -> list[str]:
     return [*scored, *(groups.rollouts for groups in carry_over.partial_groups)]
 
 
+class PolicyNotStored(BadInput):
+    """A run cannot be forked at an iteration, because a policy or an optimizer state is not stored any more."""
+
+
+def iterations_with_policy(run: Run, name: str, last: int) -> Iterator[int]:
+    """Yield the iterations from `last` down to 0 whose policies are stored, so that a fork `name` may begin there."""
+    stored = StoredBundles(run, name)
+    return (number for number in range(last, -1, -1) if _has_weights(run, number, stored))
+
+
 def check_policies_stored(run: Run, number: int, config: RunConfig, *, num_sealed: int) -> None:
-    """Raise BadInput if a policy that a fork at iteration `number` needs is not stored, with the nearest iterations
-    that can be forked. `num_sealed` is the number of completed iterations of the run."""
+    """Raise PolicyNotStored if a policy that a fork at iteration `number` needs is not stored, with the nearest
+    iterations that can be forked. `num_sealed` is the number of completed iterations of the run."""
     stored = StoredBundles(run, config.name)
     if (reason := _find_missing_policy(run, number, config, stored)) is None:
         return
     able = [each for each in range(num_sealed + 1) if _find_missing_policy(run, each, config, stored) is None]
     nearest = sorted(sorted(able, key=lambda each: abs(each - number))[:3])
-    raise BadInput(
+    raise PolicyNotStored(
         f"run {run.name!r} cannot be forked at iteration {number}, because {reason}. The nearest iterations that can "
         f"be forked with these settings: {', '.join(map(str, nearest)) or 'none'}. For later runs, set "
         "retention.keep_every=1 to keep every policy."

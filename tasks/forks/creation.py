@@ -23,7 +23,7 @@ from rheostat.infra.store.dependencies import (
     recorded_config,
 )
 from rheostat.infra.store.epochs import LEASES
-from rheostat.infra.store.forks import FORK, FORKS, Fork, SharedPart, SharedStore
+from rheostat.infra.store.forks import FORK, FORKS, ExcludedPrompts, Fork, SharedPart, SharedStore
 from rheostat.infra.store.inputs import PathNames
 from rheostat.infra.store.run_record import RECORD, new_record
 from rheostat.infra.store.runs import JOURNAL, LOCK, MANIFESTS, Run, list_runs, open_run
@@ -36,8 +36,8 @@ from rheostat.tasks.forks.replay import (
     FIXED_BY_ROLLOUTS,
     check_replay,
     find_replayed,
+    must_rescore_evaluation,
     plan_replay,
-    rescores,
     with_correction,
     with_kept_policies,
 )
@@ -62,7 +62,7 @@ class ForkPlan(Settings):
     iteration: int
     """Last iteration that the fork shares with its parent."""
     iterations: int
-    """Last iteration that will be trained, now or later."""
+    """Last iteration to train."""
     changes: str
     """Settings that differ from those of the parent, each with its old and new value, or an empty string."""
     shared_objects: int
@@ -73,7 +73,7 @@ class ForkPlan(Settings):
     """Whether this is a what-if run, which trains on the stored rollouts of the parent."""
     worker_seconds: float
     """Estimated time for which workers will be reserved, in seconds: the mean of the parent's iterations, times the
-    number of iterations that are left to train."""
+    number of iterations that are left to train. For a what-if run, without the time of rollouts."""
     price: float
     """Estimated cost of the iterations that are left to train, from the recorded prices of the parent's iterations."""
     exists: bool
@@ -92,7 +92,8 @@ class ForkPlan(Settings):
             f"shared   {count}, {self.shared_bytes / 1e6:,.1f} MB, not copied",
             f"changed  {self.changes or 'nothing'}",
             f"trains   {remaining}, up to iteration {self.iterations}",
-            f"costs    about {self.worker_seconds:,.0f} worker seconds{price} (iterations of {self.parent} on average)",
+            f"costs    about {self.worker_seconds:,.0f} worker seconds{price} (mean of {self.parent}'s iterations"
+            f"{' without rollouts' if self.replays else ''})",
         ]
 
 
@@ -128,40 +129,44 @@ def request_fork(
     overrides: Sequence[str] = (),
     job: Path | None = None,
     is_what_if: bool = False,
+    excluded_rows: Sequence[int] = (),
 ) -> PlannedFork:
     """Check whether a run can be forked with these overrides, and return the planned fork. Nothing is written.
 
     `point` has the form RUN@N, and `name` is the name of the fork. `job` is a job file that is used instead of the
     stored configuration of the run. With `is_what_if`, the fork also shares the rollouts of all later completed
-    iterations. Raises BadInput with the setting that cannot change, or with the reason why the iteration cannot be
-    shared.
+    iterations. The fork never uses the training prompts in `excluded_rows`. Raises BadInput with the setting that
+    cannot change, or with the reason why the iteration cannot be shared.
     """
     run, number, num_sealed = _open_parent(store, point, is_what_if=is_what_if)
-    fixed = FIXED | FIXED_BY_ROLLOUTS if is_what_if else FIXED
+    fixed, kind = (FIXED | FIXED_BY_ROLLOUTS, "what-if run") if is_what_if else (FIXED, "fork")
     for override in overrides:
         if (reason := find_fixed(override.partition("=")[0].strip(), fixed)) is not None:
-            raise BadInput(f"fork {name!r} of {point}: {reason}.")
+            raise BadInput(f"{kind} {name!r} of {point}: {reason}.")
     before = _parse_recorded(run, store)
     config = _build_config(run, store, name, overrides, job, num_sealed)
     if is_what_if:
         config = with_kept_policies(with_correction(config, overrides))
     for reason in find_conflicts(run, number, before, config, fixed):
-        raise BadInput(f"fork {name!r} of {point}: {reason}.")
+        raise BadInput(f"{kind} {name!r} of {point}: {reason}.")
     if config.iterations <= number:
         raise BadInput(
-            f"fork {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
+            f"{kind} {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
             f"{number}. Set iterations to {number + 1} or more."
         )
-    existing = _find_existing(run, number, config, is_what_if=is_what_if)
-    dependencies = _check_data(run, number, config)
+    excluded = _excluded_prompts(run, number, excluded_rows)
+    existing = _find_existing(run, number, config, excluded, is_what_if=is_what_if)
+    dependencies = dependencies_of(config, run)
+    if not excluded_rows:  # else the user may have removed the prompts from the files, which are not read again
+        _check_data(run, number, config, dependencies)
     last = min(num_sealed, config.iterations) if is_what_if else number
     if existing is None:
         check_policies_stored(run, number, config, num_sealed=num_sealed)
         if is_what_if:
-            check_replay(run, number, last, config)
+            check_replay(run, range(number + 1, last + 1), config, dependencies)
             sharing = plan_replay(run, number, last, config, dependencies)
         else:
-            sharing = Sharing(number, rescores=rescores(run, number, config, dependencies))
+            sharing = Sharing(number, rescores=must_rescore_evaluation(run, number, config, dependencies))
         shared, num_bytes = find_shared(run, sharing, name=name)
         fork = Fork(
             parent=run.name,
@@ -169,6 +174,7 @@ def request_fork(
             parts=_shared_parts(run, number),
             shared=shared,
             replayed=find_replayed(run, sharing),
+            excluded=excluded,
         )
         _find_leftovers(open_store(f"{store.rstrip('/')}/{name}"), name)
     else:
@@ -215,10 +221,18 @@ def _open_parent(store: str, point: str, *, is_what_if: bool) -> tuple[Run, int,
         )
     if is_what_if and number == num_sealed:
         raise BadInput(
-            f"{point}: run {parent!r} has no completed iteration after iteration {number}, whose rollouts could be "
-            f"used. Choose an earlier one, such as {parent}@0."
+            f"{point}: run {parent!r} has no completed iteration after iteration {number}, so there are no rollouts to "
+            f"use. Choose an earlier start, such as {parent}@0."
         )
     return run, number, num_sealed
+
+
+def _excluded_prompts(run: Run, number: int, rows: Sequence[int]) -> tuple[ExcludedPrompts, ...]:
+    """Return the prompts that a fork of a run at iteration `number` never uses: those that the run never uses, and
+    those with the given row numbers."""
+    earlier = () if run.fork is None else run.fork.excluded
+    own = [ExcludedPrompts(after=number, rows=tuple(sorted(rows)))] if rows else []
+    return (*(each.model_copy(update={"after": min(each.after, number)}) for each in earlier), *own)
 
 
 def _shared_parts(run: Run, number: int) -> list[SharedPart]:
@@ -228,8 +242,8 @@ def _shared_parts(run: Run, number: int) -> list[SharedPart]:
 
 
 def create_fork(planned: PlannedFork) -> Run:
-    """Create a fork, or open it if it exists, and return it. What an interrupted creation has left, or a fork without
-    own results that has other settings, is deleted first.
+    """Create a fork, or open it if it exists, and return it. Before that, delete the leftovers of an interrupted
+    creation, or an existing fork of this name that has other settings and no own results.
 
     Raises RunLocked if another process has locked the fork. Raises BadInput if another run or other files have its
     name, or if shared objects have been deleted since the fork was planned.
@@ -241,8 +255,8 @@ def create_fork(planned: PlannedFork) -> Run:
     record = new_record(name, planned.config.identity(parent.record.config))
     run = Run(SharedStore(own, fork, stores), record)
     with run.lock():
-        is_what_if = planned.plan.replays
-        if _find_existing(parent, fork.iteration, planned.config, is_what_if=is_what_if) is not None:
+        expected = (parent, fork.iteration, planned.config, fork.excluded)
+        if _find_existing(*expected, is_what_if=planned.plan.replays) is not None:
             return open_run(store, name)
         for key in _find_leftovers(own, name):
             own.delete(key)
@@ -319,7 +333,9 @@ def _mean_cost(run: Run, *, without: Collection[str] = ()) -> Cost:
     return Cost(worker_seconds=whole.worker_seconds / count, price=whole.price / count)
 
 
-def _find_existing(parent: Run, number: int, config: RunConfig, *, is_what_if: bool) -> Run | None:
+def _find_existing(
+    parent: Run, number: int, config: RunConfig, excluded: tuple[ExcludedPrompts, ...], *, is_what_if: bool
+) -> Run | None:
     """Return the fork if it was created before with the same configuration, or None. Raises BadInput if another run has
     its name, or if the fork has own results that were computed with other settings."""
     store, name = config.store, config.name
@@ -334,6 +350,8 @@ def _find_existing(parent: Run, number: int, config: RunConfig, *, is_what_if: b
             f"a run {name!r} already exists in {store!r}, and it is not a {kind} of {parent.name}@{number}. Choose "
             "another name."
         )
+    if existing.excluded != excluded:
+        raise BadInput(f"fork {name!r} already exists, and it excludes other prompts. Choose another name.")
     changes = describe_difference(*run.settings_beside(config))
     has_own_results = any(not existing.inherits(entry.key) for entry in run.store.entries(MANIFESTS))
     if changes and has_own_results:
@@ -341,10 +359,8 @@ def _find_existing(parent: Run, number: int, config: RunConfig, *, is_what_if: b
     return None if changes else run
 
 
-def _check_data(run: Run, number: int, config: RunConfig) -> Dependencies:
-    """Return the code, data files and library versions with which a fork continues. Raises BadInput if a data file has
-    changed since the shared iterations."""
-    now = dependencies_of(config, run)
+def _check_data(run: Run, number: int, config: RunConfig, now: Dependencies) -> None:
+    """Raise BadInput if a data file has changed since the shared iterations. `now` contains the present data files."""
     records = [each for each in dependency_records(run) if each.iteration <= max(number, 1)]
     for record in records[-1:]:
         for change in record.dependencies.changes(record.dependencies.model_copy(update={"data": now.data})):
@@ -352,4 +368,3 @@ def _check_data(run: Run, number: int, config: RunConfig) -> Dependencies:
                 f"fork {config.name!r} of {run.name}@{number}: {change}. A fork continues with the data of its parent. "
                 "Restore the file."
             )
-    return now

@@ -11,18 +11,20 @@ from rheostat.models.config.objectives import TruncatedImportance
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.forks.sharing import Sharing
-from rheostat.tasks.run.batch import check_rollouts_kept
+from rheostat.tasks.run.batch import iterations_without_rollouts
 from rheostat.tasks.run.dependencies import REWARD_CODE
 from rheostat.tasks.run.keys import reward_model_role
 
 CONTINUED: Final = "-continued"
 """Suffix of the name of the fork that continues a what-if run."""
-FIXED_BY_ROLLOUTS: Final = {"rollout": "a what-if run trains on rollouts that were generated with these settings"}
+FIXED_BY_ROLLOUTS: Final = {
+    "rollout": "the stored rollouts were generated with these settings. Use `rheostat fork` to change them"
+}
 """Settings that a what-if run cannot change, each with the reason."""
 
 
 def with_correction(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration with an importance correction, without which updates from rollouts of another policy
+    """Return the configuration with an importance correction. Without one, updates from rollouts of another policy
     would be biased. If none is configured, importance weights are truncated. Raises BadInput if an override switches
     the correction off."""
     update = config.update
@@ -40,7 +42,7 @@ def with_correction(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def check_continuation(config: RunConfig) -> None:
-    """Raise BadInput if no fork of a what-if run with this configuration could be trained afterwards."""
+    """Raise BadInput if a what-if run with this configuration could not be continued by a fork."""
     if len(config.name) + len(CONTINUED) > MAX_NAME:
         raise BadInput(
             f"the name {config.name!r} is too long to continue the what-if run as {config.name + CONTINUED!r}. Choose "
@@ -78,38 +80,49 @@ def _reward_code(dependencies: Dependencies) -> dict[str, dict[str, str]]:
     return {name: modules for name, modules in dependencies.code.items() if name.startswith(REWARD_CODE)}
 
 
-def check_replay(run: Run, number: int, last: int, after: RunConfig) -> None:
-    """Raise BadInput if the rollouts of the iterations after `number` up to `last` cannot be used with the
-    configuration `after`."""
+def check_replay(run: Run, iterations: range, after: RunConfig, dependencies: Dependencies) -> None:
+    """Raise BadInput if the rollouts of these iterations cannot be used with the configuration `after` and the present
+    code, `dependencies`."""
     changed = changed_keys(*run.settings_beside(after))
+    deleted = iterations_without_rollouts(run, iterations)
     reason = None
-    if after.rollout.dynamic is not None and any(f"{key}.".startswith(("scoring.", "algorithm.")) for key in changed):
+    if deleted:
+        reason = (
+            f"the rollouts of iteration {max(deleted)} were deleted, so it can begin at {run.name}@{max(deleted)} or "
+            "later, if the policy is stored"
+        )
+    elif after.rollout.dynamic is not None and (
+        has_new_scores(run, after, dependencies, iterations) or any(key.startswith("algorithm.") for key in changed)
+    ):
         reason = (
             "rewards and algorithm cannot change, because with rollout.dynamic they decided how many completions were "
             "generated. Change settings of the update"
         )
     elif after.algorithm.reward_kl is not None:
         reason = (
-            "algorithm.kl would measure the divergence of the policies that generated the rollouts. Remove it "
-            "(`algorithm.kl=`), or penalize the divergence in the loss (`update.kl`)"
+            "algorithm.kl is computed from the log-probs of the policies that generated the rollouts, so it would not "
+            "penalize the what-if policy. Remove it (`algorithm.kl=`), or use update.kl"
         )
     elif after.update.router_replay is not None and "update.router_replay" in changed:
         reason = "update.router_replay cannot be set, because the stored rollouts contain no choices of experts"
-    for iteration in range(number + 1, last + 1):
+    for iteration in iterations:
         if run.config_at(iteration)["rollout"] != run.record.config["rollout"]:
             reason = (
                 f"iteration {iteration}, which {run.name!r} shares with an earlier run, was generated with other "
-                "settings of the rollout. Choose a later iteration, or the earlier run"
+                f"settings of the rollout. Write {run.name}@{iteration} or later, or use the earlier run"
             )
     if reason is not None:
-        raise BadInput(f"a what-if run cannot use the rollouts of run {run.name!r} like this: {reason}.")
-    check_rollouts_kept(run, range(number + 1, last + 1))
+        raise BadInput(f"run {run.name!r} cannot be used for this what-if run: {reason}.")
 
 
 def plan_replay(run: Run, number: int, last: int, after: RunConfig, dependencies: Dependencies) -> Sharing:
-    """Return which results a what-if run shares that begins after iteration `number` and uses rollouts up to iteration
-    `last`. Scores are shared if neither settings nor code of the rewards differ, and verdicts of a reward model if its
-    settings are equal. `after` is the configuration of the what-if run, and `dependencies` is the present code."""
+    """Return the results of a run that a what-if run shares. The what-if run begins after iteration `number` and uses
+    rollouts up to iteration `last`.
+
+    Scores are shared if neither settings nor code of the rewards differ. The outputs of a reward model or judge are
+    shared if its settings are equal. `after` is the configuration of the what-if run, and `dependencies` is the present
+    code.
+    """
     iterations = range(number + 1, last + 1)
     is_rescored = has_new_scores(run, after, dependencies, iterations)
     stages = {"plan", "rollout"} if is_rescored else {"plan", "rollout", "scoring"}
@@ -117,15 +130,17 @@ def plan_replay(run: Run, number: int, last: int, after: RunConfig, dependencies
     for term, reward in after.scoring.model_rewards.items():
         if all(rewards.get(term) == reward for rewards in before):
             stages |= {reward_model_role(term)}
-    return Sharing(number, rescores=rescores(run, number, after, dependencies), last=last, stages=frozenset(stages))
+    return Sharing(
+        number, rescores=must_rescore_evaluation(run, number, after, dependencies), last=last, stages=frozenset(stages)
+    )
 
 
-def rescores(run: Run, number: int, after: RunConfig, dependencies: Dependencies) -> bool:
+def must_rescore_evaluation(run: Run, number: int, after: RunConfig, dependencies: Dependencies) -> bool:
     """Return whether a fork after iteration `number` scores the evaluation after this iteration again."""
     return after.evaluation.is_due(number) and has_new_scores(run, after, dependencies, [number])
 
 
 def find_replayed(run: Run, sharing: Sharing) -> tuple[int, ...]:
-    """Return the iterations of a fork of a run whose rollouts were generated by the policies of another run."""
+    """Return the iterations of a fork of a run that train on rollouts of another run's policies."""
     before = () if run.fork is None else run.fork.replayed
     return (*(each for each in before if each <= sharing.iteration), *sharing.replayed)

@@ -14,8 +14,8 @@ from rheostat.infra.store.tombstones import deleted_parts, needed_objects
 from rheostat.tasks.run.keys import StageKey, evaluation_key, iteration_key
 
 _EXCLUDED: Final = ("rescore/", "recredit/", "retention/")
-"""Prefixes of the keys of results that are excluded: rescorings, recredits and records of deletions. The latter are
-selected separately."""
+"""Prefixes of the keys of results that `Sharing` does not include: rescorings, recredits, and records of deletions,
+which `find_shared` selects."""
 _GENERATED: Final = ("plan", "rollout")
 """Stages whose results do not depend on rewards."""
 

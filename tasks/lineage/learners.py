@@ -19,6 +19,7 @@ from rheostat.tasks.run.batch import iterations_without_rollouts
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import PROMPTS, SFT, StageKey, iteration_key
 from rheostat.tasks.run.rescorings import iterations_text
+from rheostat.tasks.views.metrics import sealed_iterations
 
 PROMPT_ID = re.compile(r"[0-9a-f]{16}")
 
@@ -113,10 +114,23 @@ def _find_learners(store: str, registry: Registry, ids: frozenset[str]) -> Itera
 
 
 def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: frozenset[str]) -> PromptUsage | None:
-    rows = None if run is None else _find_rows(run, ids)
+    rows = None if run is None else find_prompt_rows(run, ids)
     if run is None or not rows:
         listed = ids & _own_prompts(registry, name)
         return PromptUsage(run=name, prompts=len(listed), gone=True) if listed else None
+    return _describe_usage(run, rows, last)
+
+
+def find_usage(run: Run, ids: frozenset[str]) -> PromptUsage | None:
+    """Return how the completed iterations of a run used these prompts, or None if they did not. Raises BadInput if the
+    run's prompts were deleted."""
+    rows = find_prompt_rows(run, ids)
+    if rows is None:
+        raise BadInput(f"run {run.name!r}: its prompts were deleted, so their use is unknown. Choose another run.")
+    return _describe_usage(run, rows, len(sealed_iterations(run))) if rows else None
+
+
+def _describe_usage(run: Run, rows: set[int], last: int) -> PromptUsage | None:
     imitated = run.has(SFT)
     iterations = [number for number in range(1, last + 1) if _uses_prompts(run, number, rows)]
     if not (imitated or iterations):
@@ -126,7 +140,9 @@ def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: 
         if iterations_without_rollouts(run, iterations)
         else sum(_count_samples(run, number, rows) for number in iterations)
     )
-    return PromptUsage(run=name, prompts=len(rows), iterations=tuple(iterations), samples=samples, imitated=imitated)
+    return PromptUsage(
+        run=run.name, prompts=len(rows), iterations=tuple(iterations), samples=samples, imitated=imitated
+    )
 
 
 def _own_prompts(registry: Registry, run: str) -> set[str]:
@@ -138,7 +154,7 @@ def _own_prompts(registry: Registry, run: str) -> set[str]:
     return own - before
 
 
-def _find_rows(run: Run, ids: frozenset[str]) -> set[int] | None:
+def find_prompt_rows(run: Run, ids: frozenset[str]) -> set[int] | None:
     """Return the row numbers of the prompts in the run's training data, or None if the training data was deleted."""
     manifest = run.find(PROMPTS["train"])
     if manifest is None or WHOLE_RUN in deleted_parts(run):

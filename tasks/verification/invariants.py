@@ -104,10 +104,11 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
         iteration.start_state.rows(),
         iteration.prompts.shards[0].rows,
     )
+    excluded_rows = iteration.run.excluded_rows(iteration.number)
     if len(set(taken_rows)) < len(taken_rows):
         yield f"{iteration.key}/seal: the previous iteration passed on the same prompt twice"
     for plan in (batch.plan for batch in iteration.batches):
-        if len(plan.rows) > num_prompts - len(set(taken_rows)):
+        if len(plan.rows) > num_prompts - len(set(taken_rows) | excluded_rows):
             yield (
                 f"{plan.plan_key}: the batch uses {len(plan.rows)} new prompts next to {len(taken_rows)} that the "
                 f"iteration already uses, but there are only {num_prompts} prompts"
@@ -115,7 +116,15 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
             return
         parts, seed = iteration.data_parts, iteration.seed
         count, others = len(plan.rows), set(taken_rows)
-        rows, cursor = take_rows(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
+        rows, cursor = take_rows(
+            cursor,
+            count,
+            taken=others,
+            num_prompts=num_prompts,
+            seed=seed,
+            parts=parts,
+            excluded=excluded_rows,
+        )
         if plan.rows != rows or plan.cursor != cursor:
             yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of the run's random order"
             return

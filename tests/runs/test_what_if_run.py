@@ -85,19 +85,19 @@ def test_the_answer_names_the_last_trusted_iteration_and_compares_the_policies_t
 
     store = str(replayed.store)
     trusted = read_answer(store, "same", bound=0.5, last=3)
-    assert (trusted.holds_until, trusted.evaluated) == (3, 3)
-    assert trusted.before.mean == trusted.after.mean
+    assert (trusted.last_trusted, trusted.compared_iteration) == (3, 3)
+    assert trusted.parent_accuracy.mean == trusted.what_if_accuracy.mean
     sizes = [each.effective_sample_size for each in read_answer(store, "faster", bound=0.5, last=3).iterations]
     between = (sizes[1] + 1) / 2
     doubted = read_answer(store, "faster", bound=between, last=3)
-    assert (doubted.holds_until, doubted.evaluated) == (1, None)
+    assert (doubted.last_trusted, doubted.compared_iteration) == (1, None)
     assert "holds up to iteration 1 of 3" in doubted.text() and "evaluation.every" in doubted.text()
 
 
 def test_a_run_that_stops_early_continues_to_the_bits_of_the_undisturbed_one(job, replayed):
     stopped = answer(job, "tiny@0", "faster", FASTER, bound=0.9999)
     run = opened(job, "faster")
-    assert stopped.holds_until == 1 and len(sealed_iterations(run)) == 2
+    assert stopped.last_trusted == 1 and len(sealed_iterations(run)) == 2
     assert answer(job, "tiny@0", "faster", FASTER, bound=0.9999) == stopped
     assert len(sealed_iterations(opened(job, "faster"))) == 2
     answer(job, "tiny@0", "faster", FASTER, bound=1e-6)
@@ -108,7 +108,7 @@ def test_other_rewards_score_the_stored_completions_again_and_a_fork_goes_on_fro
     changed = answer(job, "tiny@0", "plain", LENGTH, FASTER, bound=0.9999, continues=True)
     run, fork = opened(job, "plain"), opened(job, "plain-continued")
     assert run.inherits("it-0001/rollout/0000") and not run.inherits("it-0001/scoring/0000")
-    assert fork.fork.point == f"plain@{changed.holds_until}" and fork.fork.replayed == (1,)
+    assert fork.fork.point == f"plain@{changed.last_trusted}" and fork.fork.replayed == (1,)
     assert fork.inherits("it-0001/rollout/0000") and not fork.inherits("it-0002/rollout/0000")
     assert len(sealed_iterations(fork)) == 3
     assert [verify_run(str(job.store), name) for name in ("plain", "plain-continued", "tiny")] == [[], [], []]
@@ -123,7 +123,7 @@ def test_objects_that_a_what_if_run_uses_are_kept_by_its_parent(replayed, tmp_pa
         for number in (1, 2, 3):
             _retire_shards(parent, number)
     assert verify_run(str(job.store), "same") == []
-    with pytest.raises(BadInput, match="the rollouts of iteration 1 were deleted"):
+    with pytest.raises(BadInput, match="rollouts of iteration 3 were deleted, so it can begin at tiny@3 or"):
         request(job, "tiny@0")
     existing = request_fork(str(job.store), "tiny@0", "same", overrides=OURS, is_what_if=True)
     assert existing.plan.exists and existing.fork.replayed == (1, 2, 3)
@@ -163,14 +163,14 @@ def test_a_run_that_an_alarm_reverted_can_be_replayed_without_the_alarm(job):
 @pytest.mark.parametrize(
     ("point", "overrides", "message"),
     [
-        ("tiny@3", [], "no completed iteration after iteration 3, whose rollouts could be used.* such as tiny@0"),
-        ("tiny@0", ["rollout.group_size=8"], "rollout.group_size cannot change, because a what-if run trains on"),
+        ("tiny@3", [], "no completed iteration after iteration 3, so there are no rollouts.* such as tiny@0"),
+        ("tiny@0", ["rollout.group_size=8"], "rollout.group_size cannot change, because the stored rollouts"),
         ("tiny@0", ["rollout.sampling.temperature=0.5"], "rollout.sampling.temperature cannot change, because"),
         ("tiny@0", ["rollout.staleness=1"], "rollout.staleness cannot change, because"),
         ("tiny@0", ["data.options.train_problems=65"], "data.options.train_problems cannot change, because"),
         ("tiny@0", ["update.correction.kind=none"], "update.correction cannot be 'none', because .* 'truncated' or"),
         ("tiny@1", [], "policy 1 is not stored"),
-        ("tiny@0", ["algorithm.kl={coefficient = 0.1}"], "algorithm.kl would measure the divergence of the policies"),
+        ("tiny@0", ["algorithm.kl={coefficient = 0.1}"], "algorithm.kl is computed from the log-probs of the policies"),
     ],
 )
 def test_a_what_if_run_that_cannot_use_the_stored_rollouts_is_refused_by_name(job, point, overrides, message):

@@ -1,0 +1,93 @@
+"""Command that trains a run again without some prompts."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from rheostat.flows.cli.options import DEFAULT_DISPLAY, DEFAULT_STORE, Display, Overrides, RunName, Store
+from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.flows.cli.retention import PromptIds, read_ids
+from rheostat.flows.cli.train import open_job, show_progress
+from rheostat.infra.errors import BadInput
+from rheostat.infra.terminal import Json, write
+
+NewName = Annotated[str, Parameter(name="NAME", help="name of the new run")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class UnlearnOptions:
+    """Options that control what `rheostat unlearn` does."""
+
+    forget: Annotated[
+        bool,
+        Parameter(
+            negative=(), help="afterwards, remove the prompts from all runs that share rollouts with RUN or NAME"
+        ),
+    ] = False
+    accept_change: Annotated[
+        bool, Parameter(help="continue an existing run even if reward code or library versions have changed")
+    ] = False
+    dry_run: Annotated[
+        bool, Parameter(help="show what learned from the prompts and what would be trained, without writing anything")
+    ] = False
+
+
+DEFAULT_OPTIONS = UnlearnOptions()
+
+
+def unlearn(
+    run: RunName,
+    name: NewName,
+    /,
+    *overrides: Overrides,
+    prompt_ids: PromptIds,
+    options: UnlearnOptions = DEFAULT_OPTIONS,
+    store: Store = DEFAULT_STORE,
+    display: Display = DEFAULT_DISPLAY,
+    as_json: Json = False,
+) -> None:
+    """Train a run again without some prompts, from the last stored policy that had not used them."""
+    from rheostat.flows.cli.live import show_checks
+    from rheostat.tasks.forks.unlearning import read_unlearned, remove_unlearned, request_unlearning
+    from rheostat.tasks.run.preflight import preflight
+
+    ids = read_ids(prompt_ids)
+    unlearned = read_unlearned(store, name)
+    if unlearned is not None and (unlearned.prompt_ids, unlearned.parent) != (sorted(ids), run):
+        raise BadInput(
+            f"run {name!r} already exists, and it unlearned other prompts or another run. Choose another name."
+        )
+    if unlearned is None or options.dry_run:
+        planned = request_unlearning(store, run, name, ids, overrides=overrides)
+        if options.dry_run:
+            with show_checks(as_json=as_json):
+                asyncio.run(preflight(planned.fork.config))
+            write(planned.plan.model_dump_json(indent=2) if as_json else "\n".join(planned.plan.lines()))
+            return
+        if not as_json and not display.quiet:
+            write("\n".join(planned.plan.lines()))
+        with (
+            show_progress(planned.fork.config, display, as_json=as_json),
+            open_job(
+                planned.fork.config, "rheostat.flows.unlearn", accept_change=options.accept_change, port=display.port
+            ),
+        ):
+            from rheostat.flows.unlearn import unlearn as unlearn_flow
+
+            unlearned = run_flow(
+                unlearn_flow(
+                    run,
+                    name,
+                    sorted(ids),
+                    list(overrides),
+                    store=store,
+                    forget=options.forget,
+                    accept_change=options.accept_change,
+                )
+            )
+    elif options.forget and unlearned.tombstones is None:
+        unlearned = remove_unlearned(store, unlearned)
+    write(unlearned.model_dump_json(indent=2) if as_json else unlearned.text())
