@@ -6,7 +6,7 @@ from prefect import flow
 
 from rheostat.flows.train import train
 from rheostat.tasks.forks.creation import create_fork, request_fork
-from rheostat.tasks.preparation import check_inputs
+from rheostat.tasks.preparation import check_and_adapt
 from rheostat.tasks.run.preflight import mark_as_checked
 from rheostat.tasks.views.summary import RunSummary
 
@@ -26,7 +26,7 @@ async def fork(
         accept_change: Continue even if reward code or library versions have changed since the fork was created.
     """
     planned = await asyncio.to_thread(request_fork, store, point, name, overrides=overrides or [])
-    await check_inputs(planned.config)
+    config = await check_and_adapt(planned.config)
     await asyncio.to_thread(create_fork, planned)
     with mark_as_checked():
-        return await train(planned.config, accept_change=accept_change)
+        return await train(config, accept_change=accept_change)

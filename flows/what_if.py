@@ -19,7 +19,7 @@ from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.forks.answer import BOUND, WhatIfAnswer, read_answer, read_iteration
 from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.forks.replay import check_continuation
-from rheostat.tasks.preparation import check_inputs
+from rheostat.tasks.preparation import check_and_adapt
 from rheostat.tasks.reporting import report_run
 from rheostat.tasks.run.keys import artifact_key, evaluation_key, iteration_key
 from rheostat.tasks.run.preflight import mark_as_checked
@@ -54,10 +54,10 @@ async def what_if(
     planned = await asyncio.to_thread(request_fork, store, point, name, overrides=overrides or [], is_what_if=True)
     if continues:
         check_continuation(planned.config)
-    await check_inputs(planned.config)
+    config = await check_and_adapt(planned.config)
     await asyncio.to_thread(create_fork, planned)
     with mark_as_checked():
-        answer = await replay(planned.config, bound=bound, accept_change=accept_change)
+        answer = await replay(config, bound=bound, accept_change=accept_change)
     if continues and (words := answer.fork_arguments(planned.config.iterations)):
         point, fork_name, *changes = words
         await fork(point, fork_name, [*(overrides or []), *changes], store=store, accept_change=accept_change)

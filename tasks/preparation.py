@@ -27,7 +27,7 @@ from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.placement.stage import reserve_shared_gpus
 from rheostat.tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey
 from rheostat.tasks.run.open_run import OpenRun
-from rheostat.tasks.run.preflight import preflight
+from rheostat.tasks.run.preflight import preflight, with_data_sized_defaults
 from rheostat.tasks.run.stages import commit_decision, run_once, stage
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,13 @@ async def check_inputs(config: RunConfig) -> CheckResult:
     """Run the preflight check and return the values that it measured, such as sizes and memory estimates. Raises
     BadInput if an input is wrong."""
     return await preflight(config)
+
+
+async def check_and_adapt(config: RunConfig) -> RunConfig:
+    """Run the preflight check, and return the configuration with the defaults that depend on the data. Raises BadInput
+    if an input is wrong."""
+    result = await check_inputs(config)
+    return with_data_sized_defaults(config, result.facts)[0]
 
 
 @stage("check rewards")

@@ -7,10 +7,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from rheostat.flows.cli.options import DEFAULT_DISPLAY, DEFAULT_STORE, Display, Overrides, RunName, Store
-from rheostat.flows.cli.prefect_api import run_flow
+from rheostat.flows.cli.prefect_api import prefect_api, run_flow
 from rheostat.flows.cli.retention import PromptIds, read_ids
 from rheostat.flows.cli.train import open_job, show_progress
-from rheostat.infra.errors import BadInput
 from rheostat.infra.terminal import Json, write
 
 NewName = Annotated[str, Parameter(name="NAME", help="name of the new run")]
@@ -31,7 +30,7 @@ class UnlearnOptions:
         bool, Parameter(help="continue an existing run even if reward code or library versions have changed")
     ] = False
     dry_run: Annotated[
-        bool, Parameter(help="show what learned from the prompts and what would be trained, without writing anything")
+        bool, Parameter(help="show what was trained on the prompts and what would be trained, without writing anything")
     ] = False
 
 
@@ -51,16 +50,13 @@ def unlearn(
 ) -> None:
     """Train a run again without some prompts, from the last stored policy that had not used them."""
     from rheostat.flows.cli.live import show_checks
-    from rheostat.tasks.forks.unlearning import read_unlearned, remove_unlearned, request_unlearning
+    from rheostat.tasks.forks.creation import create_fork
+    from rheostat.tasks.forks.unlearning import read_unlearned, request_unlearning
     from rheostat.tasks.run.preflight import preflight
 
     ids = read_ids(prompt_ids)
-    unlearned = read_unlearned(store, name)
-    if unlearned is not None and (unlearned.prompt_ids, unlearned.parent) != (sorted(ids), run):
-        raise BadInput(
-            f"run {name!r} already exists, and it unlearned other prompts or another run. Choose another name."
-        )
-    if unlearned is None or options.dry_run:
+    unlearned = read_unlearned(store, name, parent=run, ids=ids, overrides=overrides)
+    if unlearned is None:
         planned = request_unlearning(store, run, name, ids, overrides=overrides)
         if options.dry_run:
             with show_checks(as_json=as_json):
@@ -73,21 +69,15 @@ def unlearn(
             show_progress(planned.fork.config, display, as_json=as_json),
             open_job(
                 planned.fork.config, "rheostat.flows.unlearn", accept_change=options.accept_change, port=display.port
-            ),
+            ) as config,
         ):
-            from rheostat.flows.unlearn import unlearn as unlearn_flow
+            from rheostat.flows.unlearn import train_without_prompts
 
-            unlearned = run_flow(
-                unlearn_flow(
-                    run,
-                    name,
-                    sorted(ids),
-                    list(overrides),
-                    store=store,
-                    forget=options.forget,
-                    accept_change=options.accept_change,
-                )
-            )
-    elif options.forget and unlearned.tombstones is None:
-        unlearned = remove_unlearned(store, unlearned)
+            create_fork(planned.fork)
+            unlearned = run_flow(train_without_prompts(config, sorted(ids), accept_change=options.accept_change))
+    if options.forget and not options.dry_run and unlearned.tombstones is None:
+        with prefect_api("rheostat.flows.unlearn", port=display.port):
+            from rheostat.flows.unlearn import remove_prompts
+
+            unlearned = run_flow(remove_prompts(unlearned, store=store))
     write(unlearned.model_dump_json(indent=2) if as_json else unlearned.text())

@@ -48,7 +48,7 @@ class ExcludedPrompts(Settings):
     """Training prompts that a fork never uses."""
 
     after: Annotated[int, Field(ge=0)]
-    """Last iteration before they are excluded."""
+    """Last iteration to which the exclusion does not apply. No plan of a later iteration contains the prompts."""
     rows: tuple[int, ...]
     """Row numbers of the prompts, in ascending order."""
 

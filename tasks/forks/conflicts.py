@@ -56,7 +56,6 @@ def find_conflicts(
             "completions of this length only"
         )
     yield from _find_model_conflicts(run, number, before, after, changed)
-    yield from _find_carry_over_conflicts(run, number, after, changed)
 
 
 def _find_model_conflicts(
@@ -77,8 +76,10 @@ def _find_model_conflicts(
             yield f"the model of reward {term!r} cannot change, because it is stored. Give the new reward another name"
 
 
-def _find_carry_over_conflicts(run: Run, number: int, after: RunConfig, changed: Sequence[str]) -> Iterator[str]:
-    """Yield the reasons why a fork cannot continue from the state that an iteration leaves to the next one."""
+def find_carry_over_conflicts(run: Run, number: int, after: RunConfig) -> Iterator[str]:
+    """Yield the reasons why a fork with the configuration `after` cannot continue from the state that an iteration
+    leaves to the next one."""
+    changed = changed_keys(*run.settings_beside(after))
     if not after.revert_alarms and any(has_reverted(run, each) for each in range(1, number + 1)):
         yield "alarms that revert cannot be removed, because an alarm has reverted a shared iteration"
     carry_over = carry_over_before(run, number + 1)
@@ -98,8 +99,9 @@ def _keys_of(carry_over: CarryOver) -> list[str]:
     return [*scored, *(groups.rollouts for groups in carry_over.partial_groups)]
 
 
-class PolicyNotStored(BadInput):
-    """A run cannot be forked at an iteration, because a policy or an optimizer state is not stored any more."""
+class IterationNotForkable(BadInput):
+    """Raised if a run cannot be forked at an iteration, but perhaps at another one. For example, a policy is not stored
+    any more."""
 
 
 def iterations_with_policy(run: Run, name: str, last: int) -> Iterator[int]:
@@ -109,14 +111,14 @@ def iterations_with_policy(run: Run, name: str, last: int) -> Iterator[int]:
 
 
 def check_policies_stored(run: Run, number: int, config: RunConfig, *, num_sealed: int) -> None:
-    """Raise PolicyNotStored if a policy that a fork at iteration `number` needs is not stored, with the nearest
+    """Raise IterationNotForkable if a policy that a fork at iteration `number` needs is not stored, with the nearest
     iterations that can be forked. `num_sealed` is the number of completed iterations of the run."""
     stored = StoredBundles(run, config.name)
     if (reason := _find_missing_policy(run, number, config, stored)) is None:
         return
     able = [each for each in range(num_sealed + 1) if _find_missing_policy(run, each, config, stored) is None]
     nearest = sorted(sorted(able, key=lambda each: abs(each - number))[:3])
-    raise PolicyNotStored(
+    raise IterationNotForkable(
         f"run {run.name!r} cannot be forked at iteration {number}, because {reason}. The nearest iterations that can "
         f"be forked with these settings: {', '.join(map(str, nearest)) or 'none'}. For later runs, set "
         "retention.keep_every=1 to keep every policy."

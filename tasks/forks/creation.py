@@ -24,14 +24,21 @@ from rheostat.infra.store.dependencies import (
 )
 from rheostat.infra.store.epochs import LEASES
 from rheostat.infra.store.forks import FORK, FORKS, ExcludedPrompts, Fork, SharedPart, SharedStore
-from rheostat.infra.store.inputs import PathNames
+from rheostat.infra.store.inputs import PathNames, paths_in
 from rheostat.infra.store.run_record import RECORD, new_record
 from rheostat.infra.store.runs import JOURNAL, LOCK, MANIFESTS, Run, list_runs, open_run
 from rheostat.infra.store.storage import open_store
 from rheostat.infra.store.tombstones import FORGOTTEN, check_not_deleted, deleted_parts
 from rheostat.tasks.config.documents import place_overrides
 from rheostat.tasks.config.run import RunConfig, load_config, override_config, parse_config
-from rheostat.tasks.forks.conflicts import FIXED, check_policies_stored, find_conflicts, find_fixed
+from rheostat.tasks.forks.conflicts import (
+    FIXED,
+    IterationNotForkable,
+    check_policies_stored,
+    find_carry_over_conflicts,
+    find_conflicts,
+    find_fixed,
+)
 from rheostat.tasks.forks.replay import (
     FIXED_BY_ROLLOUTS,
     check_replay,
@@ -143,12 +150,14 @@ def request_fork(
     for override in overrides:
         if (reason := find_fixed(override.partition("=")[0].strip(), fixed)) is not None:
             raise BadInput(f"{kind} {name!r} of {point}: {reason}.")
-    before = _parse_recorded(run, store)
+    before = read_recorded_config(run, store)
     config = _build_config(run, store, name, overrides, job, num_sealed)
     if is_what_if:
         config = with_kept_policies(with_correction(config, overrides))
     for reason in find_conflicts(run, number, before, config, fixed):
         raise BadInput(f"{kind} {name!r} of {point}: {reason}.")
+    for reason in find_carry_over_conflicts(run, number, config):
+        raise IterationNotForkable(f"{kind} {name!r} of {point}: {reason}.")
     if config.iterations <= number:
         raise BadInput(
             f"{kind} {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
@@ -157,8 +166,7 @@ def request_fork(
     excluded = _excluded_prompts(run, number, excluded_rows)
     existing = _find_existing(run, number, config, excluded, is_what_if=is_what_if)
     dependencies = dependencies_of(config, run)
-    if not excluded_rows:  # else the user may have removed the prompts from the files, which are not read again
-        _check_data(run, number, config, dependencies)
+    _check_data(run, number, config, dependencies, may_change=bool(excluded))
     last = min(num_sealed, config.iterations) if is_what_if else number
     if existing is None:
         check_policies_stored(run, number, config, num_sealed=num_sealed)
@@ -298,7 +306,8 @@ def _find_leftovers(own: Store, name: str) -> list[str]:
     return sorted(keys, key=lambda key: key != RECORD)  # the record first: without it, there is no run
 
 
-def _parse_recorded(run: Run, store: str) -> RunConfig:
+def read_recorded_config(run: Run, store: str) -> RunConfig:
+    """Return the configuration that is stored with a run. Other settings have their defaults."""
     document = {**recorded_config(run), "name": run.name, "store": store}
     return parse_config(document, source=f"run {run.name}", recorded=True)
 
@@ -359,11 +368,19 @@ def _find_existing(
     return None if changes else run
 
 
-def _check_data(run: Run, number: int, config: RunConfig, now: Dependencies) -> None:
-    """Raise BadInput if a data file has changed since the shared iterations. `now` contains the present data files."""
+def _check_data(run: Run, number: int, config: RunConfig, now: Dependencies, *, may_change: bool) -> None:
+    """Raise BadInput if a file has changed since the shared iterations. `now` contains the present files. With
+    `may_change`, files of problems may change, because the user may have removed prompts that are excluded anyway."""
     records = [each for each in dependency_records(run) if each.iteration <= max(number, 1)]
+    names = PathNames(config, run.record.config)
+    problems = tuple(names.name(path) for path in paths_in(config.data)) if may_change else ()
     for record in records[-1:]:
-        for change in record.dependencies.changes(record.dependencies.model_copy(update={"data": now.data})):
+        files = {
+            name: content
+            for name, content in now.data.items()
+            if not any(f"{name}/".startswith(f"{each}/") for each in problems)
+        }
+        for change in record.dependencies.changes(record.dependencies.model_copy(update={"data": files})):
             raise BadInput(
                 f"fork {config.name!r} of {run.name}@{number}: {change}. A fork continues with the data of its parent. "
                 "Restore the file."

@@ -123,15 +123,19 @@ def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: 
 
 def find_usage(run: Run, ids: frozenset[str]) -> PromptUsage | None:
     """Return how the completed iterations of a run used these prompts, or None if they did not. Raises BadInput if the
-    run's prompts were deleted."""
+    run does not store its prompts."""
     rows = find_prompt_rows(run, ids)
     if rows is None:
-        raise BadInput(f"run {run.name!r}: its prompts were deleted, so their use is unknown. Choose another run.")
+        raise BadInput(
+            f"run {run.name!r} stores no training prompts, because they were deleted or are not prepared yet, so it is "
+            "unknown whether it used these prompts."
+        )
     return _describe_usage(run, rows, len(sealed_iterations(run))) if rows else None
 
 
 def _describe_usage(run: Run, rows: set[int], last: int) -> PromptUsage | None:
-    imitated = run.has(SFT)
+    warmup = run.record.config.get("warmup")
+    imitated = run.has(SFT) and not (isinstance(warmup, dict) and warmup.get("chats"))
     iterations = [number for number in range(1, last + 1) if _uses_prompts(run, number, rows)]
     if not (imitated or iterations):
         return None

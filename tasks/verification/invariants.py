@@ -104,7 +104,10 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
         iteration.start_state.rows(),
         iteration.prompts.shards[0].rows,
     )
-    excluded_rows = iteration.run.excluded_rows(iteration.number)
+    fork, excluded_rows = iteration.run.fork, iteration.run.excluded_rows(iteration.number)
+    never = {row for each in (fork.excluded if fork is not None else ()) for row in each.rows}
+    if used := never & {*taken_rows, *(row for batch in iteration.batches for row in batch.plan.rows)}:
+        yield f"{iteration.key}: uses row {min(used)} of the training prompts, which this fork excludes"
     if len(set(taken_rows)) < len(taken_rows):
         yield f"{iteration.key}/seal: the previous iteration passed on the same prompt twice"
     for plan in (batch.plan for batch in iteration.batches):

@@ -6,6 +6,7 @@ from rheostat.flows.cli.train import run_flow
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.runs import list_runs, open_run
 from rheostat.infra.store.shards import read_shard
+from rheostat.tasks.commit import retire_bundles
 from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.forks.unlearning import read_unlearned, request_unlearning
 from rheostat.tasks.run.iteration import Iteration
@@ -61,7 +62,12 @@ def test_a_run_is_trained_again_without_the_prompts_and_shares_what_does_not_dep
     assert not [key for key in unlearned.reused if key.startswith(("it-0003", "it-0004"))]
     assert policy_after(run, 4).bundles != policy_after(parent, 4).bundles
     assert verify_run(str(job.store), "clean") == []
-    assert read_unlearned(str(job.store), "clean") == unlearned
+    again = {"parent": "parent", "ids": frozenset([name])}
+    assert read_unlearned(str(job.store), "clean", **again, overrides=OURS) == unlearned
+    with pytest.raises(BadInput, match="already trained with other settings: iterations was 4, is 6"):
+        read_unlearned(str(job.store), "clean", **again, overrides=["iterations=6"])
+    with pytest.raises(BadInput, match="it unlearned other prompts or another run"):
+        read_unlearned(str(job.store), "clean", parent="parent", ids=frozenset(["0" * 16]))
     later = create_fork(request_fork(str(job.store), "clean@3", "later", overrides=["iterations=5", *OURS]))
     assert later.excluded_rows(5) == {row} and not later.excluded_rows(2)
 
@@ -91,12 +97,28 @@ def test_the_command_states_the_price_before_it_writes(job, tmp_path):
 
 def test_what_a_fork_cannot_unlearn_is_refused(job):
     store, run = str(job.store), opened(job, "parent")
-    with pytest.raises(BadInput, match="was not trained on any of these prompts"):
+    with pytest.raises(BadInput, match=r"No completed iteration of run .* used these prompts"):
         request_unlearning(store, "parent", "clean", frozenset(["0123456789abcdef"]))
     name, _ = prompt_of(opened(job, "tiny"), 1)
-    with pytest.raises(BadInput, match="the warm-up trained on worked examples of the same problems"):
+    with pytest.raises(BadInput, match="the warm-up may have used examples of the same problems"):
         request_unlearning(store, "tiny", "clean", frozenset([name]))
     name, _ = prompt_of(run, 3)
     create_fork(request_fork(store, "parent@2", "clean", overrides=OURS))
     with pytest.raises(BadInput, match="'clean' already exists, and it excludes other prompts"):
         request_unlearning(store, "parent", "clean", frozenset([name]), overrides=OURS)
+    names = read_shard(run.store, run.require("prompts/train").shards[0], ["prompt_id"])["prompt_id"].to_pylist()
+    with pytest.raises(BadInput, match=r"rollout.prompts is 6, but without these prompts .* allows only 5"):
+        request_unlearning(store, "parent", "few", frozenset(names[5:]), overrides=OURS)
+
+
+def test_the_search_continues_at_older_iterations_and_an_existing_fork_is_found_again(job, monkeypatch):
+    store, (name, _) = str(job.store), prompt_of(opened(job, "parent"), 4)
+    settings = [*OURS, "rollout.staleness=1", "retention.keep_last=3"]
+    run = opened(job, "parent")
+    with run.lock():
+        retire_bundles(run, [*policy_after(run, 2).bundles.values()])
+    planned = request_unlearning(store, "parent", "clean", frozenset([name]), overrides=settings)
+    assert planned.fork.fork.iteration == 1, "iteration 3 needs the policies 2 and 3"
+    create_fork(planned.fork)
+    again = request_unlearning(store, "parent", "clean", frozenset([name]), overrides=settings)
+    assert again.plan.fork.exists and again.fork.fork == planned.fork.fork
