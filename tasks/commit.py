@@ -70,8 +70,8 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
 
 
 def _start_time(run: Run, plan: Manifest, scores: Sequence[Manifest], credit: Manifest) -> datetime:
-    """Return when an iteration began. In a what-if run, whose plans and rollouts are shared, this is when the first of
-    its own scores was begun, or its advantages if it has no own scores."""
+    """Return the start time of an iteration. In a what-if run, which shares plans and rollouts, the work on its first
+    own scores is the start, or on its advantages if it has no own scores."""
     if not run.inherits(plan.key):
         return datetime.fromisoformat(plan.provenance.created)
     return min(

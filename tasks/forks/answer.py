@@ -60,7 +60,7 @@ class ReplayedIteration(Settings):
 
 
 class WhatIfAnswer(Settings):
-    """What a run would have learned from its rollouts with other settings."""
+    """Answer of a what-if run, with the measurements that show how far it can be trusted."""
 
     run: str
     """Name of the what-if run."""
@@ -71,7 +71,7 @@ class WhatIfAnswer(Settings):
     iterations: tuple[ReplayedIteration, ...]
     """Iterations that were trained on stored rollouts, in order."""
     last: int
-    """Last iteration of which the parent's rollouts are shared."""
+    """Last iteration with shared rollouts of the parent."""
     last_trusted: int
     """Last iteration for which the answer can be trusted: the effective sample size is not below the bound in this
     iteration and all replayed iterations before."""
@@ -147,8 +147,8 @@ def read_iteration(run: Run, parent: Run, number: int) -> ReplayedIteration:
 
 
 def read_answer(store: str, name: str, *, bound: float, last: int) -> WhatIfAnswer:
-    """Return the answer of a what-if run, from its completed iterations. `last` is the last iteration of which it
-    shares rollouts."""
+    """Return the answer of a what-if run, from its completed iterations. `last` is the last iteration with
+    shared rollouts."""
     run = open_known_run(store, name)
     assert run.fork is not None, "a what-if run is a fork"
     first, parent = run.fork.iteration + 1, open_known_run(store, run.fork.parent)

@@ -1,4 +1,5 @@
-"""What-if runs: forks that train other policies on the stored rollouts of a run, instead of generating new ones."""
+"""Plans and checks of what-if runs: forks that train other policies on the stored rollouts of a run, instead of
+generating new ones."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final

@@ -25,17 +25,17 @@ class Sharing:
     """Choice of the stored results of a run that a fork shares."""
 
     iteration: int
-    """Last iteration of which all results are shared."""
+    """Last iteration with all results shared."""
     rescores: bool = False
     """Whether the fork scores the evaluation after `iteration` again, so that only its completions are shared."""
     last: int = 0
-    """Last iteration of which the results in `stages` are shared. A what-if run trains on them again."""
+    """Last iteration with shared results of `stages`. A what-if run trains on them again."""
     stages: frozenset[str] = frozenset()
     """Stages whose results are shared after `iteration`, such as "rollout". Empty unless the fork is a what-if run."""
 
     @property
     def replayed(self) -> range:
-        """Numbers of the iterations of which only the results in `stages` are shared."""
+        """Numbers of the iterations that share only the results of `stages`."""
         return range(self.iteration + 1, self.last + 1)
 
     def includes(self, run: Run, key: str) -> bool:

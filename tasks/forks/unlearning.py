@@ -46,16 +46,16 @@ REMOVED: Final = "unlearning/removed"
 
 
 class UnlearningPlan(Settings):
-    """What would be trained again so that a run has not learned from some prompts."""
+    """Plan to train a run again so that it has not learned from some prompts."""
 
     given: int
     """Number of prompts to unlearn."""
     prompts: int
     """Number of them that are in the run's training data."""
     usage: PromptUsage
-    """How the run used them."""
+    """Use of the prompts by the run."""
     others: tuple[PromptUsage, ...]
-    """How other runs of the store used them. These runs are not trained again."""
+    """Use of the prompts by other runs of the store, which are not trained again."""
     unknown: tuple[str, ...]
     """Names of runs that store no training prompts, so that their use of the prompts is unknown."""
     policies: tuple[PromptLearner, ...]
@@ -216,7 +216,7 @@ def _own_exclusion(fork: Fork, parent: Run) -> tuple[int, ...]:
 
 
 def _find_others(store: str, without: set[str], ids: frozenset[str]) -> tuple[list[PromptUsage], list[str]]:
-    """Return how other runs of the store used the prompts, and the names of runs of which this is unknown."""
+    """Return the use of the prompts by other runs of the store, and the names of runs whose use is unknown."""
     usages, unknown = list[PromptUsage](), list[str]()
     for run in readable_runs(store):
         if run.name in without:

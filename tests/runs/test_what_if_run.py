@@ -1,4 +1,4 @@
-"""What-if runs: other policies, trained on the stored rollouts of a run."""
+"""Training of other policies on the stored rollouts of a run."""
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_a_run_that_stops_early_continues_to_the_bits_of_the_undisturbed_one(job
     assert digests_of(opened(job, "faster"), 3) == digests_of(opened(replayed, "faster"), 3)
 
 
-def test_other_rewards_score_the_stored_completions_again_and_a_fork_goes_on_from_there(job):
+def test_other_rewards_score_the_stored_completions_again_and_a_fork_continues_the_training(job):
     changed = answer(job, "tiny@0", "plain", LENGTH, FASTER, bound=0.9999, continues=True)
     run, fork = opened(job, "plain"), opened(job, "plain-continued")
     assert run.inherits("it-0001/rollout/0000") and not run.inherits("it-0001/scoring/0000")

@@ -38,8 +38,14 @@ def bundle(key, size):
     return BundleRef(key=key, digest=key, bytes=size)
 
 
+SHARES_NOTHING = SimpleNamespace(inherits=lambda key: False)
+"""Run that is no fork."""
+
+
 class OneBatch:
     """Stages of one iteration."""
+
+    run = SHARES_NOTHING
 
     def stage_manifests(self, name):
         stages = {
@@ -104,7 +110,8 @@ def test_prices_include_reserved_workers_gpus_and_a_judge_behind_an_endpoint(cos
 
 def test_work_done_before_a_kill_counts_as_reserved_time():
     open_run = SimpleNamespace(settings=accepted())
-    batch = SimpleNamespace(stage_manifests=lambda name: [build_manifest(3, 100, tokens=1, prompt_tokens=1)])
+    manifests = [build_manifest(3, 100, tokens=1, prompt_tokens=1)]
+    batch = SimpleNamespace(stage_manifests=lambda name: manifests, run=SHARES_NOTHING)
     costs = compute_costs(open_run, [batch], Reservation(), trained=[build_manifest(2)])
     assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
 
