@@ -64,6 +64,7 @@ def compare(
         lines = [
             table(run_cells(comparison)),
             table(keys) or "no different settings",
+            "\n".join(line for pair in comparison.pairs for line in pair.input_lines) or "no different inputs",
             *(p.line for p in comparison.pairs),
         ]
         write("\n\n".join([*lines, *([f"page {to}"] if to else [])]))

@@ -16,6 +16,7 @@ from rheostat.infra.store.runs import Run
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.gate.comparison import PairedDifference
 from rheostat.tasks.config.run import RunConfig
+from rheostat.tasks.lineage.differences import find_input_differences
 from rheostat.tasks.views.metrics import Accuracy, sealed_iterations
 from rheostat.tasks.views.plots import first_own_point
 from rheostat.tasks.views.report.curves import COLORS
@@ -85,6 +86,8 @@ class PairedRuns(Settings):
     be compared."""
     why: str = ""
     """Reason why the two runs cannot be compared. Empty if `difference` is set."""
+    inputs: tuple[str, ...] = ()
+    """Differences of training prompts, code, data files and versions of libraries, one line each."""
 
     @property
     def line(self) -> str:
@@ -93,6 +96,11 @@ class PairedRuns(Settings):
         if self.difference is None:
             return f"{pair}: no paired test: {self.why}"
         return f"{pair}: {self.difference.mean:+.3f}, {difference_line(self.difference)}"
+
+    @property
+    def input_lines(self) -> list[str]:
+        """Lines that state the different inputs, each with the names of the two runs."""
+        return [f"{self.champion} and {self.challenger}: {line}" for line in self.inputs]
 
 
 class Comparison(Settings):
@@ -182,7 +190,13 @@ def _compare_pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[Paire
                 difference = paired_difference(one, first.evaluations[-1].number, other, second.evaluations[-1].number)
             except (BadInput, Quarantined) as error:
                 why = str(error)
-        yield PairedRuns(champion=one.name, challenger=other.name, difference=difference, why="" if difference else why)
+        yield PairedRuns(
+            champion=one.name,
+            challenger=other.name,
+            difference=difference,
+            why="" if difference else why,
+            inputs=tuple(find_input_differences(one, other)),
+        )
 
 
 def comparison_page(store: str, comparison: Comparison) -> str:
@@ -198,6 +212,11 @@ def comparison_page(store: str, comparison: Comparison) -> str:
             name="verdict", title="Verdict", body=rows_table(run_cells(comparison)) + _test_paragraphs(comparison)
         ),
         PageSection(name="settings", title="Different settings", body=rows_table(keys, words=True) or "<p>None.</p>"),
+        PageSection(
+            name="inputs",
+            title="Different inputs",
+            body="".join(paragraph(line) for pair in comparison.pairs for line in pair.input_lines) or "<p>None.</p>",
+        ),
         PageSection(name="curves", title="Curves", body=figures(charts)),
         PageSection(
             name="samples",
