@@ -1,15 +1,15 @@
 """Command that trains a run again without some prompts."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from rheostat.flows.cli.fork import check_and_print
 from rheostat.flows.cli.options import DEFAULT_DISPLAY, DEFAULT_STORE, Display, Overrides, RunName, Store
 from rheostat.flows.cli.prefect_api import prefect_api, run_flow
 from rheostat.flows.cli.retention import PromptIds, read_ids
-from rheostat.flows.cli.train import open_job, show_progress
+from rheostat.flows.cli.train import AcceptChange, DryRun, open_job, show_progress
 from rheostat.infra.terminal import Json, write
 
 NewName = Annotated[str, Parameter(name="NAME", help="name of the new run")]
@@ -26,12 +26,8 @@ class UnlearnOptions:
             negative=(), help="afterwards, remove the prompts from all runs that share rollouts with RUN or NAME"
         ),
     ] = False
-    accept_change: Annotated[
-        bool, Parameter(help="continue an existing run even if reward code or library versions have changed")
-    ] = False
-    dry_run: Annotated[
-        bool, Parameter(help="show what was trained on the prompts and what would be trained, without writing anything")
-    ] = False
+    accept_change: AcceptChange = False
+    dry_run: DryRun = False
 
 
 DEFAULT_OPTIONS = UnlearnOptions()
@@ -49,19 +45,15 @@ def unlearn(
     as_json: Json = False,
 ) -> None:
     """Train a run again without some prompts, from the last stored policy that had not used them."""
-    from rheostat.flows.cli.live import show_checks
     from rheostat.tasks.forks.creation import create_fork
     from rheostat.tasks.forks.unlearning import read_unlearned, request_unlearning
-    from rheostat.tasks.run.preflight import preflight
 
     ids = read_ids(prompt_ids)
     unlearned = read_unlearned(store, name, parent=run, ids=ids, overrides=overrides)
     if unlearned is None:
         planned = request_unlearning(store, run, name, ids, overrides=overrides)
         if options.dry_run:
-            with show_checks(as_json=as_json):
-                asyncio.run(preflight(planned.fork.config))
-            write(planned.plan.model_dump_json(indent=2) if as_json else "\n".join(planned.plan.lines()))
+            check_and_print(planned.fork.config, planned.plan, as_json=as_json)
             return
         if not as_json and not display.quiet:
             write("\n".join(planned.plan.lines()))

@@ -1,13 +1,12 @@
 """Command that trains with other settings on the stored rollouts of a run."""
 
-import asyncio
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from rheostat.flows.cli.fork import JobFile, check_and_print, train_fork
 from rheostat.flows.cli.options import (
     DEFAULT_DISPLAY,
     DEFAULT_STORE,
@@ -17,7 +16,7 @@ from rheostat.flows.cli.options import (
     format_next_steps,
 )
 from rheostat.flows.cli.prefect_api import run_flow
-from rheostat.flows.cli.train import describe_results, open_job, show_progress
+from rheostat.flows.cli.train import AcceptChange, DryRun, describe_results, open_job, show_progress
 from rheostat.infra.errors import BadInput
 from rheostat.infra.terminal import Json, write
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rheostat.tasks.forks.answer import WhatIfAnswer
-    from rheostat.tasks.views.summary import RunSummary
 
 ReplayedRun = Annotated[
     str,
@@ -42,10 +40,7 @@ WhatIfName = Annotated[str, Parameter(name="NAME", help="name of the what-if run
 class WhatIfOptions:
     """Options that control where the settings of a what-if run come from, and when it ends."""
 
-    config: Annotated[
-        Path | None,
-        Parameter(show_default="the stored configuration of the run", help="configuration file to use instead"),
-    ] = None
+    config: JobFile = None
     bound: Annotated[
         float,
         Parameter(help="lowest effective sample size, relative to that of RUN, with which an iteration is trusted"),
@@ -58,10 +53,8 @@ class WhatIfOptions:
             help="afterwards, fork NAME after its last trusted iteration, and train NAME-continued on own rollouts",
         ),
     ] = False
-    accept_change: Annotated[
-        bool, Parameter(help="continue an existing run even if reward code or library versions have changed")
-    ] = False
-    dry_run: Annotated[bool, Parameter(help="check everything and print the plan, without writing anything")] = False
+    accept_change: AcceptChange = False
+    dry_run: DryRun = False
 
 
 DEFAULT_OPTIONS = WhatIfOptions()
@@ -78,10 +71,8 @@ def what_if(
     as_json: Json = False,
 ) -> None:
     """Train with other settings on a run's stored rollouts, and show how far the result can be trusted."""
-    from rheostat.flows.cli.live import show_checks
     from rheostat.tasks.forks.creation import create_fork, request_fork
     from rheostat.tasks.forks.replay import check_continuation
-    from rheostat.tasks.run.preflight import preflight
 
     if not 0 < options.bound <= 1:
         raise BadInput(f"--bound must be above 0 and at most 1, found {options.bound:g}.")
@@ -90,9 +81,7 @@ def what_if(
     if options.continues:
         check_continuation(planned.config)
     if options.dry_run:
-        with show_checks(as_json=as_json):
-            asyncio.run(preflight(planned.config))
-        write(planned.plan.model_dump_json(indent=2) if as_json else "\n".join(planned.plan.lines()))
+        check_and_print(planned.config, planned.plan, as_json=as_json)
         return
     if not as_json and not display.quiet:
         write("\n".join(planned.plan.lines()))
@@ -112,36 +101,16 @@ def what_if(
         write(f"\n{answer.text()}{steps}")
     summary = None
     if options.continues and fork:
-        summary = _continue([*fork, *overrides], store, options, display, as_json=as_json)
+        point, name, *changes = fork
+        continued = request_fork(store, point, name, overrides=[*overrides, *changes], job=options.config)
+        summary = train_fork(continued, display, accept_change=options.accept_change, as_json=as_json)
+        if not as_json:
+            write(describe_results(summary, continued.config))
     elif options.continues and not as_json:
         write("All iterations can be trusted, so there is nothing to continue.")
     if as_json:
-        continued = None if summary is None else summary.model_dump(mode="json")
-        write(json.dumps({**answer.model_dump(mode="json"), "continued": continued}, indent=2))
-
-
-def _continue(
-    words: "Sequence[str]", store: str, options: WhatIfOptions, display: Display, *, as_json: bool
-) -> "RunSummary":
-    """Fork the what-if run after the last trusted iteration, train the fork on its own rollouts, and show the result
-    unless it is part of a JSON document. `words` are the arguments of the fork."""
-    from rheostat.tasks.forks.creation import create_fork, request_fork
-
-    point, name, *overrides = words
-    continued = request_fork(store, point, name, overrides=overrides, job=options.config)
-    with (
-        show_progress(continued.config, display, as_json=as_json),
-        open_job(
-            continued.config, "rheostat.flows.train", accept_change=options.accept_change, port=display.port
-        ) as config,
-    ):
-        from rheostat.flows.train import train
-
-        create_fork(continued)
-        summary = run_flow(train(config, accept_change=options.accept_change))
-    if not as_json:
-        write(describe_results(summary, continued.config))
-    return summary
+        document = None if summary is None else summary.model_dump(mode="json")
+        write(json.dumps({**answer.model_dump(mode="json"), "continued": document}, indent=2))
 
 
 def _next_steps(answer: "WhatIfAnswer", fork: "Sequence[str]", store: str) -> str:

@@ -3,6 +3,7 @@ versions of libraries."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
@@ -21,32 +22,46 @@ _COLUMNS: Final = ("prompt_id", "answer", "columns")
 _Prompt = tuple[str, ...]
 
 
-def find_input_differences(one: Run, other: Run) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """Inputs of a run, apart from its settings."""
+
+    run: str
+    """Name of the run."""
+    dependencies: Dependencies | None
+    """Newest code, data files and versions of libraries, or None if the run has not recorded any."""
+    prompts: list[_Prompt] | None
+    """Training prompts in order, or None if the run does not store them."""
+
+
+def read_inputs(run: Run) -> RunInputs:
+    """Read the inputs of a run."""
+    records = dependency_records(run)
+    return RunInputs(run.name, records[-1].dependencies if records else None, _read_prompts(run))
+
+
+def find_input_differences(one: RunInputs, other: RunInputs) -> list[str]:
     """Return one line for each difference between the inputs of two runs: training prompts, code, data files, and
     versions of libraries. Rows of prompts are numbered from 0, as in `rheostat rollouts` and `rheostat query`."""
-    before, after = _newest_dependencies(one), _newest_dependencies(other)
+    before, after = one.dependencies, other.dependencies
     changes = [] if before is None or after is None else before.changes(after)
     return [*_compare_prompts(one, other), *changes]
 
 
-def _newest_dependencies(run: Run) -> Dependencies | None:
-    records = dependency_records(run)
-    return records[-1].dependencies if records else None
-
-
-def _compare_prompts(one: Run, other: Run) -> Iterator[str]:
-    before, after = _read_prompts(one), _read_prompts(other)
+def _compare_prompts(one: RunInputs, other: RunInputs) -> Iterator[str]:
+    before, after = one.prompts, other.prompts
     if before is None or after is None:
+        missing = one.run if before is None else other.run
+        yield f"training prompts cannot be compared, because {missing} does not store them"
         return
-    lists = ((before, after, one.name), (after, before, other.name))
-    for prompts, others, name in lists:
+    for prompts, others, name in ((before, after, one.run), (after, before, other.run)):
         ids, known = {prompt[0] for prompt in others}, Counter(others)
         rows = [row for row, prompt in enumerate(prompts) if not _take(known, prompt)]
         alone = [row for row in rows if prompts[row][0] not in ids]
         changed = [row for row in rows if prompts[row][0] in ids]
         if alone:
             yield f"{format_count(len(alone), 'training prompt')} only in {name}: {_format_rows(alone)}"
-        if changed and name == other.name:
+        if changed and name == other.run:
             yield (
                 f"{format_count(len(changed), 'training prompt')} with another answer or other columns in {name}: "
                 f"{_format_rows(changed)}"

@@ -3,8 +3,10 @@
 import pytest
 
 from rheostat.flows.cli.train import run_flow
+from rheostat.flows.cli.what_if import DEFAULT_OPTIONS
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.tasks.forks.answer import BOUND
 from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.reverts import policy_after
@@ -192,6 +194,7 @@ def test_a_run_without_importance_correction_is_replayed_with_one(job):
 
 
 def test_the_command_shows_the_plan_before_it_writes(job):
+    assert DEFAULT_OPTIONS.bound == BOUND
     shown = run_command("what-if", "tiny", "what", FASTER, "--store", str(job.store), "--dry-run")
     assert shown.code == 0 and "3 iterations on stored rollouts" in shown.output
     refused = run_command("what-if", "tiny", "what", "--bound", "2", "--store", str(job.store))

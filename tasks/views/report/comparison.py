@@ -16,7 +16,7 @@ from rheostat.infra.store.runs import Run
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.gate.comparison import PairedDifference
 from rheostat.tasks.config.run import RunConfig
-from rheostat.tasks.lineage.differences import find_input_differences
+from rheostat.tasks.lineage.differences import find_input_differences, read_inputs
 from rheostat.tasks.views.metrics import Accuracy, sealed_iterations
 from rheostat.tasks.views.plots import first_own_point
 from rheostat.tasks.views.report.curves import COLORS
@@ -183,6 +183,7 @@ def _is_part(key: str, by_run: Mapping[str, str]) -> bool:
 
 
 def _compare_pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[PairedRuns]:
+    inputs = {run.name: read_inputs(run) for run, _ in runs}
     for (one, first), (other, second) in combinations(runs, 2):
         difference, why = None, "one of the two runs has no evaluation yet"
         if first.evaluations and second.evaluations:
@@ -195,7 +196,7 @@ def _compare_pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[Paire
             challenger=other.name,
             difference=difference,
             why="" if difference else why,
-            inputs=tuple(find_input_differences(one, other)),
+            inputs=tuple(find_input_differences(inputs[one.name], inputs[other.name])),
         )
 
 

@@ -1,5 +1,7 @@
 """Differences between the inputs of two runs."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
@@ -8,14 +10,14 @@ from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import create_run
 from rheostat.infra.store.shards import write_shard
 from rheostat.models.records.schemas import PROMPT_SCHEMA
-from rheostat.tasks.lineage.differences import find_input_differences
+from rheostat.tasks.lineage.differences import find_input_differences, read_inputs
 from rheostat.tasks.run.keys import PROMPTS
 
 ANSWERS = [f"{row}" for row in range(40)]
 
 
 def run_with(home, name, answers, *, library="1.0", digest="aa"):
-    """Return a run whose training prompts have these answers. A prompt's id is its position in ANSWERS."""
+    """Return the inputs of a run with these answers. A prompt's id is its position in ANSWERS."""
     run = create_run(str(home), name, {"seed": 0})
     rows = [{"prompt_id": f"{number:016x}", "answer": answer, "columns": "{}"} for number, answer in answers]
     table = pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA)
@@ -27,7 +29,7 @@ def run_with(home, name, answers, *, library="1.0", digest="aa"):
     with run.lock():
         run.commit(Manifest(key=PROMPTS["train"], shards=(write_shard(run.store, table, kind="prompts", metadata={}),)))
         record_dependencies(run, dependencies, iteration=1, folder="", accept_change=True)
-    return run
+    return read_inputs(run)
 
 
 @pytest.fixture
@@ -50,6 +52,12 @@ def test_prompts_code_files_and_libraries_that_differ_are_named_with_rows(first,
         "data file problems.jsonl has changed (was aaaaaaaa, 40 bytes; is now bbbbbbbb, 37 bytes)",
         "torch was 1.0, is 2.0",
     ]
+
+
+def test_prompts_that_are_not_stored_are_not_called_equal(first):
+    deleted = replace(first, run="second", prompts=None)
+    [line] = find_input_differences(first, deleted)
+    assert line == "training prompts cannot be compared, because second does not store them"
 
 
 def test_many_ranges_of_rows_are_cut_off(first, tmp_path):
