@@ -35,7 +35,7 @@ PARTS = (
 )
 ALONE = (
     *("s3", "weights", "moved", "slices", "reality", "curves", "balanced"),
-    *("scale", "staleness", "what_if", "vllm", "tools", "agents", "gpu", "updates", "ddpo"),
+    *("scale", "staleness", "what_if", "bisect", "vllm", "tools", "agents", "gpu", "updates", "ddpo"),
 )
 """Names of benchmarks that take long or need another environment. They run only if `--only` names them."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import App, Group, Parameter
 
 from rheostat.flows.cli import (
+    bisect,
     engines,
     fork,
     init,
@@ -68,6 +69,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
             (sweep.sweep, "configs/demo.toml update.learning_rate=1e-3,3e-3 seed=0,1 --limit 2"),
             (fork.fork, "demo@12 higher-rate update.learning_rate=1e-3"),
             (what_if.what_if, "demo lower-rate update.learning_rate=2e-4"),
+            (bisect.bisect, "assistant-20261116 assistant-20261123 why-worse --dry-run"),
             (unlearn.unlearn, "assistant assistant-2 --prompt-ids ids.txt --dry-run"),
         ),
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TextIO
 
 from cyclopts import Parameter
 
+from rheostat.flows.child_process import build_prefect_environment
 from rheostat.flows.cli.options import Config, Named, StoredIn
 from rheostat.flows.cli.prefect_api import prefect_api
 from rheostat.flows.cli.train import AcceptChange, JobArguments
@@ -168,7 +169,7 @@ def _train_runs(
             "sweep",
             f"{len(waiting)} of {format_count(len(jobs), 'run')} to train, Prefect's UI: {url.removesuffix('/api')}",
         )
-        environment = _prefect_variables()
+        environment = build_prefect_environment()
         try:
             while waiting or running:
                 while waiting and len(running) < course.limit:
@@ -215,17 +216,6 @@ def _start_run(
             start_new_session=True,  # Ctrl-C reaches only the sweep, which stops the run
         )
     return _RunningProcess(name, process, log.open("rb"))
-
-
-def _prefect_variables() -> dict[str, str]:
-    """Return the environment variables that make the runs of a sweep use the current Prefect API, with its address and
-    password."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED
-
-    csrf = str(PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value()).lower()
-    variables = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": csrf}
-    password = PREFECT_API_AUTH_STRING.value()
-    return variables | {"PREFECT_API_AUTH_STRING": password} if password else variables
 
 
 def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

@@ -136,14 +136,15 @@ def request_fork(
     overrides: Sequence[str] = (),
     job: Path | None = None,
     is_what_if: bool = False,
-    excluded_rows: Sequence[int] = (),
+    excluded_rows: Sequence[int] | None = None,
 ) -> PlannedFork:
     """Check whether a run can be forked with these overrides, and return the planned fork. Nothing is written.
 
     `point` has the form RUN@N, and `name` is the name of the fork. `job` is a job file that is used instead of the
     stored configuration of the run. With `is_what_if`, the fork also shares the rollouts of all later completed
-    iterations. The fork never uses the training prompts in `excluded_rows`. Raises BadInput with the setting that
-    cannot change, or with the reason why the iteration cannot be shared.
+    iterations. The fork never uses the training prompts in `excluded_rows`. If this argument is given, even if
+    it is empty, the files of problems may have changed. The fork uses the stored prompts in any case. Raises BadInput
+    with the setting that cannot change, or with the reason why the iteration cannot be shared.
     """
     run, number, num_sealed = _open_parent(store, point, is_what_if=is_what_if)
     fixed, kind = (FIXED | FIXED_BY_ROLLOUTS, "what-if run") if is_what_if else (FIXED, "fork")
@@ -163,10 +164,10 @@ def request_fork(
             f"{kind} {name!r} of {point}: iterations is {config.iterations}, but the fork begins after iteration "
             f"{number}. Set iterations to {number + 1} or more."
         )
-    excluded = _excluded_prompts(run, number, excluded_rows)
+    excluded = _excluded_prompts(run, number, excluded_rows or ())
     existing = _find_existing(run, number, config, excluded, is_what_if=is_what_if)
     dependencies = dependencies_of(config, run)
-    _check_data(run, number, config, dependencies, may_change=bool(excluded))
+    _check_data(run, number, config, dependencies, may_change=bool(excluded) or excluded_rows is not None)
     last = min(num_sealed, config.iterations) if is_what_if else number
     if existing is None:
         check_policies_stored(run, number, config, num_sealed=num_sealed)

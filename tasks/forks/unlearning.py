@@ -136,7 +136,7 @@ def request_unlearning(
         raise BadInput(f"No completed iteration of run {name!r} used these prompts, so there is nothing to unlearn.")
     _check_models(run, store, usage, ids)
     fork = _request_fork(run, usage.iterations[0] - 1, store, new_name, sorted(rows), overrides)
-    _check_remaining(run, rows, fork.config)
+    check_remaining_prompts(run, rows, fork.config)
     others, unknown = _find_others(store, {name, new_name}, ids)
     plan = UnlearningPlan(
         given=len(ids),
@@ -176,7 +176,7 @@ def _check_models(run: Run, store: str, usage: PromptUsage, ids: frozenset[str])
         )
 
 
-def _check_remaining(run: Run, rows: Collection[int], config: RunConfig) -> None:
+def check_remaining_prompts(run: Run, rows: Collection[int], config: RunConfig) -> None:
     """Raise BadInput if too few prompts remain for an iteration."""
     prompts = run.require(PROMPTS["train"])
     parts = [part for part in read_parts(prompts.detail) if part.rows]

@@ -19,7 +19,8 @@ SHOWN_RANGES: Final = 8
 _COLUMNS: Final = ("prompt_id", "answer", "columns")
 """Columns that identify a training prompt together with what its rewards read."""
 
-_Prompt = tuple[str, ...]
+Prompt = tuple[str, ...]
+"""Values of a training prompt in the columns that identify it: its id, its answer and its other columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class RunInputs:
     """Name of the run."""
     dependencies: Dependencies | None
     """Newest code, data files and versions of libraries, or None if the run has not recorded any."""
-    prompts: list[_Prompt] | None
+    prompts: list[Prompt] | None
     """Training prompts in order, or None if the run does not store them."""
 
 
@@ -55,20 +56,25 @@ def _compare_prompts(one: RunInputs, other: RunInputs) -> Iterator[str]:
         yield f"training prompts cannot be compared, because {missing} does not store them"
         return
     for prompts, others, name in ((before, after, one.run), (after, before, other.run)):
-        ids, known = {prompt[0] for prompt in others}, Counter(others)
-        rows = [row for row, prompt in enumerate(prompts) if not _take(known, prompt)]
+        ids, rows = {prompt[0] for prompt in others}, find_new_rows(others, prompts)
         alone = [row for row in rows if prompts[row][0] not in ids]
         changed = [row for row in rows if prompts[row][0] in ids]
         if alone:
-            yield f"{format_count(len(alone), 'training prompt')} only in {name}: {_format_rows(alone)}"
+            yield f"{format_count(len(alone), 'training prompt')} only in {name}: {format_rows(alone)}"
         if changed and name == other.run:
             yield (
                 f"{format_count(len(changed), 'training prompt')} with another answer or other columns in {name}: "
-                f"{_format_rows(changed)}"
+                f"{format_rows(changed)}"
             )
 
 
-def _take(known: Counter[_Prompt], prompt: _Prompt) -> bool:
+def find_new_rows(others: Sequence[Prompt], prompts: Sequence[Prompt]) -> list[int]:
+    """Return the row numbers in `prompts` of the prompts that are not in `others`."""
+    known = Counter(others)
+    return [row for row, prompt in enumerate(prompts) if not _take(known, prompt)]
+
+
+def _take(known: Counter[Prompt], prompt: Prompt) -> bool:
     """Return whether a counter still contains a prompt, and remove it once."""
     if not known[prompt]:
         return False
@@ -76,14 +82,15 @@ def _take(known: Counter[_Prompt], prompt: _Prompt) -> bool:
     return True
 
 
-def _format_rows(rows: Sequence[int]) -> str:
+def format_rows(rows: Sequence[int]) -> str:
+    """Return row numbers as text, with ranges, such as "rows 3 to 9, 12"."""
     spans = [[row for _, row in span] for _, span in groupby(enumerate(rows), lambda each: each[1] - each[0])]
     ranges = [f"{span[0]} to {span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
     more = "" if len(ranges) <= SHOWN_RANGES else f" and {len(ranges) - SHOWN_RANGES} more ranges"
     return f"{'row' if len(rows) == 1 else 'rows'} {', '.join(ranges[:SHOWN_RANGES])}{more}"
 
 
-def _read_prompts(run: Run) -> list[_Prompt] | None:
+def _read_prompts(run: Run) -> list[Prompt] | None:
     """Return the training prompts of a run in order, or None if it does not store them."""
     manifest = run.find(PROMPTS["train"])
     if manifest is None or WHOLE_RUN in deleted_parts(run):

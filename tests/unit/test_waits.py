@@ -57,6 +57,7 @@ BOUNDED = {
     "tasks/run/stages.py: ended.result": "is done",
     "infra/processes/watch.py: threading.main_thread().join": "a thread that waits for the process's own end",
     "infra/processes/watch.py: reads.recv": "a thread that ends with the run",
+    "flows/child_process.py: process.communicate": "a child that trains a fork, and ends with this process",
     "infra/trackers/processes.py: mirror.wait": "a process that is killed once it has been silent for too long",
     "infra/trackers/processes.py: process.wait": "was killed, or is waited for by a thread that nobody waits for",
     "tasks/reporting.py: plot_task.result": "is done",
