@@ -18,15 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench.tables import Table
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.storage import open_store
+from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.objectives import (
     Cispo,
     Gspo,
-    MaskedImportance,
-    NoCorrection,
     PolicyGradient,
     PpoClip,
-    TruncatedImportance,
     UpdateConfig,
 )
 from rheostat.models.config.policy import ScratchPolicy
@@ -172,7 +170,9 @@ def _update(
     trainer: Trainer, reference: TokenLogprobs, steps: list[StepBatches], *, config: UpdateConfig, ranks: Ranks
 ) -> None:
     reference_model = reference if isinstance(config.kl, KlPenalty) else None
-    extras = compute_extra_logprobs(trainer, steps, reference=reference_model, on_progress=_nothing)
+    extras = compute_extra_logprobs(
+        trainer, steps, config=config, ranks=ranks, reference=reference_model, on_progress=_nothing
+    )
     take_steps(trainer, steps, extras, config=config, kl_coefficient=1e-3, ranks=ranks, on_progress=_nothing)
 
 

@@ -54,7 +54,7 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Compute per-token scores by the reference model, the critic and the teacher on the update ranks, for all
     completions that the credit stage reads. They include surplus groups (left over from the previous iteration)."""
     needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
-    reference = iteration.initial_policy if needs.reference else None
+    reference = iteration.reference if needs.reference else None
     critic = iteration.critic if needs.critic else None
     teacher = open_run.run.require(TEACHER) if stores_teacher(open_run) else None
     work = EstimateWork(

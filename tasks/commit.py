@@ -19,6 +19,7 @@ from rheostat.tasks.costs import Reservation, iteration_costs
 from rheostat.tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.references import recorded_reset_every, reference_iteration
 from rheostat.tasks.run.rescorings import DerivedResult, list_derived_results
 from rheostat.tasks.run.reverts import has_reverted, policy_after
 from rheostat.tasks.run.stages import append_to_chain, commit_decision, controller_provenance
@@ -105,8 +106,9 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     number of deleted bundles (folders with model files).
 
     The first call of a process examines all versions, because a run may be resumed with other retention settings. Later
-    calls examine only the version that the iteration made too old. The version from which an update would start after a
-    restart is always kept.
+    calls examine only the version that the iteration made too old, and versions since the oldest reset reference. The
+    version from which an update would start after a restart, and the weights of the references of this and the next
+    update, are always kept.
     """
     run, progress, keep = open_run.run, open_run.retention, open_run.settings.retention
     newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
@@ -118,9 +120,11 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
         else:
             old |= bundles
     loadable = _loadable_version(run, iteration.number)
+    references = _references_of(run, range(loadable + 1, iteration.number + 2))
     used = progress.kept_bundles | {
         bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)
     }
+    used |= {policy_of(policy_after(run, version)).weights.key for version in references}
     doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
     doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
     retired = dict(progress.postponed_bundles)
@@ -130,8 +134,18 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
         if key not in used and (not known or key in doubtful_keys):
             retired[key] = bundle
     progress.postponed_bundles = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
-    progress.first_unexamined_version = min(newest.start, loadable)
+    progress.first_unexamined_version = min(newest.start, loadable, *references)
     return len(retired) - len(progress.postponed_bundles)
+
+
+def _references_of(run: Run, iterations: range) -> set[int]:
+    """Return the versions that are reset references of these iterations. The initial policy is always kept, so it is
+    not included."""
+    return {
+        version
+        for number in iterations
+        if (version := reference_iteration(run, number, recorded_reset_every(run, number)))
+    }
 
 
 def retire_rollouts(open_run: OpenRun, iteration: Iteration) -> None:

@@ -160,7 +160,7 @@ async def fine_tune_policy(open_run: OpenRun) -> Manifest:
 
 @stage("preferences of the policy", retries=2)
 async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
-    """Train the policy on pairs of completions with direct preference optimization, and store the result."""
+    """Train the policy on pairs of completions with DPO or another preference loss, and store the result."""
     settings = open_run.settings
     assert settings.dpo is not None and settings.preferences is not None, (
         "train_policy_on_preferences needs [dpo] and [preferences]"
@@ -173,7 +173,7 @@ async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
         dpo=settings.dpo,
         seed=settings.seed,
     )
-    course = f"{format_count(settings.dpo.steps, 'step')} of {format_count(settings.dpo.batch_size, 'pair')}"
+    course = settings.dpo.describe()
     return await _train_and_log(open_run, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
 
 

@@ -82,9 +82,14 @@ async def update_policy(open_run: OpenRun, iteration: Iteration) -> Manifest:
         was_moved=bool(way) and relayout_iteration(run) >= way[0],
         past=tuple(replace(_build_work(open_run, each), keeps_state=bool(states_of(each.update))) for each in past),
     )
-    parents = [iteration.policy, iteration.credit]
     manifest = await run_once(
-        open_run, key, role="update", method="update", work=work, parents=parents, returns_before_durable=True
+        open_run,
+        key,
+        role="update",
+        method="update",
+        work=work,
+        parents=iteration.update_parents,
+        returns_before_durable=True,
     )
     open_run.prefetch("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
     return manifest
@@ -95,7 +100,7 @@ def _build_work(open_run: OpenRun, iteration: Iteration) -> UpdateWork:
     return UpdateWork(
         iteration=iteration.number,
         policy=policy_of(iteration.policy),
-        reference=policy_of(iteration.initial_policy),
+        reference=policy_of(iteration.reference),
         samples=iteration.credit.shards,
         media=iteration.media,
         total_iterations=settings.iterations,

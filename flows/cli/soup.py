@@ -1,6 +1,7 @@
-"""Commands for weighted sums of policies: merging, training a soup, showing its front, and exporting a policy of it."""
+"""Commands for merges of policies: merging, training a soup, showing its front, and exporting a policy of it."""
 
 import json
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -13,18 +14,19 @@ from rheostat.flows.cli.prefect_api import run_flow
 from rheostat.flows.cli.runs import PICTURES, NewDirectory, NewFile
 from rheostat.flows.cli.train import AcceptChange, JobArguments, open_job
 from rheostat.infra.errors import BadInput
-from rheostat.infra.terminal import Json, table, write
+from rheostat.infra.terminal import Json, parse_whole_number, table, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rheostat.models.records.merges import MethodWithBase
     from rheostat.tasks.soup.record import SoupRecord
 
 Terms = Annotated[
     str,
     Parameter(
         name="NAME=WEIGHT",
-        help="policy (a directory, RUN, or RUN@N after N iterations) and its weight; all weights must sum to 1",
+        help="policy (a directory, RUN, or RUN@N) and its weight; weights must sum to 1 for linear and slerp",
     ),
 ]
 SumDtype = Annotated[
@@ -43,7 +45,7 @@ MergekitFile = Annotated[
     Parameter(
         metavar="FILE",
         show_default="none",
-        help="write the merge as a YAML file for mergekit, which supports TIES, DARE and SLERP",
+        help="write the merge as a YAML file for mergekit, in which the method can be changed",
     ),
 ]
 Unrelated = Annotated[bool, Parameter(help="allow policies of runs that started from different policies")]
@@ -62,17 +64,54 @@ FrontPicture = Annotated[
 ]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """Options of `rheostat merge` that determine the merged weights."""
+
+    dtype: SumDtype = None
+    adapters: AdapterSum = "full"
+    unrelated: Unrelated = False
+    method: Annotated[
+        Literal["linear", "slerp", "ties", "dare_linear", "dare_ties"],
+        Parameter(help="weighted sum, SLERP of two policies, or a method that merges differences from --base"),
+    ] = "linear"
+    base: Annotated[
+        str | None,
+        Parameter(metavar="NAME", show_default="none", help="model from which the policies were trained: ties, dare_*"),
+    ] = None
+    density: Annotated[
+        float | None,
+        Parameter(show_default="0.2 for ties, 0.5 for dare_*", help="fraction of the differences that are kept"),
+    ] = None
+    scale: Annotated[
+        float | None, Parameter(show_default="1", help="factor by which ties multiplies the merged differences")
+    ] = None
+    seed: Annotated[
+        int | None,
+        Parameter(
+            converter=parse_whole_number, show_default="0", help="seed of the random choice of differences by dare_*"
+        ),
+    ] = None
+
+    def find_method(self, store: str) -> "MethodWithBase":
+        """Return the merge method, with its base model from the store. Raises BadInput if options do not match."""
+        from rheostat.tasks.soup import merging
+
+        options = {"density": self.density, "scale": self.scale, "seed": self.seed}
+        chosen = {name: value for name, value in options.items() if value is not None}
+        return merging.find_method(store, self.method, base=self.base, options=chosen)
+
+
 def merge(
     *terms: Terms,
     to: MergedTo = None,
     write_mergekit: MergekitFile = None,
-    dtype: SumDtype = None,
-    adapters: AdapterSum = "full",
-    unrelated: Unrelated = False,
+    options: MergeOptions = MergeOptions(),
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Write the weighted sum of policies as one model directory (weights may be negative)."""
+    """Merge policies into one model directory, by their weighted sum or by SLERP, TIES or DARE."""
     from rheostat.tasks.soup import merging
 
     if to is None and write_mergekit is None:
@@ -81,10 +120,23 @@ def merge(
             "configuration). Add one of them."
         )
     if write_mergekit is not None:
+        if options.method != "linear":
+            raise BadInput(
+                "merge: --write-mergekit writes the weighted sum (--method linear), and comments in the file show how "
+                "to change the method. Leave out one of the two options."
+            )
         merging.write_mergekit(store, terms, write_mergekit)
     if to is None:
         return
-    merged = merging.merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
+    merged = merging.merge_policies(
+        store,
+        terms,
+        Path(to),
+        dtype=options.dtype,
+        adapters=options.adapters,
+        unrelated=options.unrelated,
+        method=options.find_method(store),
+    )
     write(merged.model_dump_json(indent=2) if as_json else merged.text())
 
 

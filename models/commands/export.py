@@ -1,4 +1,4 @@
-"""Export of a policy, or of a weighted sum of policies, as one directory: `python -m rheostat.models.commands.export`.
+"""Export of a policy, or of a merge of policies, as one directory: `python -m rheostat.models.commands.export`.
 
 Reads an `ExportWork` or a `MergeWork` as JSON on stdin. Prints `{"error": ""}`, or the error in one line with exit code
 2. It runs in a separate process because flows may not import code that loads models.
@@ -17,7 +17,7 @@ from rheostat.models.records.work import ExportWork
 
 
 def export(work: ExportWork | MergeWork) -> None:
-    """Write a policy into one directory: merge its adapter into the base weights, write a weighted sum of policies, or
+    """Write a policy into one directory: merge its adapter into the base weights, write a merge of policies, or
     copy the directory if there is nothing to merge."""
     import torch
 

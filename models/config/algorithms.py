@@ -8,7 +8,7 @@ from pydantic import Field
 from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import OneOf, Target, Variant
-from rheostat.models.config.divergence import AdaptiveKl
+from rheostat.models.config.divergence import AdaptiveKl, ReferenceReset
 from rheostat.models.config.job import Job
 from rheostat.models.config.teachers import Distillation
 
@@ -24,8 +24,9 @@ class Overlong(Settings):
     """Amount subtracted from the reward of a completion whose length reaches the limit."""
 
 
-class RewardKl(Settings):
-    """Penalty on the KL divergence of the policy from the initial policy, subtracted from the reward of each token."""
+class RewardKl(ReferenceReset):
+    """Penalty on the KL divergence of the policy from the reference, by default the initial policy. The penalty is
+    subtracted from the reward of each token."""
 
     kind: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL divergence per token: k1, k2 or k3 (Schulman, "Approximating KL divergence")."""

@@ -58,6 +58,12 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
             f"update.sequence_parallel is {job.update.sequence_parallel}, but it must be a divisor of "
             f"pools.update_ranks, which is {job.pools.update_ranks}"
         )
+    for key, penalty in (("update.kl", job.update.kl_penalty), ("algorithm.kl", job.algorithm.reward_kl)):
+        if penalty is not None and penalty.reset_every and job.update.lora is not None:
+            yield (
+                f"{key}.reset_every cannot be combined with update.lora, because the reference is computed without "
+                "adapters. Remove one of them"
+            )
     yield from _find_gpu_conflicts(job.pools)
     yield from _find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)
@@ -134,6 +140,10 @@ def find_image_generation_conflicts(
         f"update.loss.kind = {update.loss.label!r}": (
             update.loss.compares_sequences,
             "the log-prob of a denoising step is already a mean. Use 'ppo_clip'",
+        ),
+        "the level or veto of update.correction or update.stale_correction": (
+            any(each.compares_sequences for each in update.corrections),
+            "the log-prob of a denoising step is already a mean. Set level = 'token' and no veto",
         ),
         "update.router_loss": (update.router_loss is not None, "denoisers have no experts. Remove it"),
         "update.sequence_parallel": (update.sequence_parallel > 1, "their micro-batches cannot be split. Set it to 1"),
@@ -241,6 +251,8 @@ def find_preference_conflicts(
     """Yield one message for each reason why preference pairs (which reward models and DPO train on) are missing, are
     not used, or do not fit the data."""
     trained = list(scoring.trained_reward_models)
+    if dpo is not None:
+        yield from dpo.find_conflicts()
     if preferences is None:
         for term in trained:
             yield f"reward {term!r} is a model that the run trains on preference pairs. Set [preferences]"

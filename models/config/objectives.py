@@ -9,6 +9,7 @@ from rheostat.infra.config import Positive, Settings, Since
 from rheostat.infra.errors import BadInput
 from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.attention import KERNELS, Attention
+from rheostat.models.config.corrections import CorrectionConfig, TruncatedImportance
 from rheostat.models.config.divergence import Kl, KlPenalty, NoKl
 from rheostat.models.config.job import Job
 from rheostat.models.config.lora import LoraConfig
@@ -170,55 +171,6 @@ class TargetLoss(Target):
 LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
 
 
-# ---- the mismatch between engine and trainer
-class Correction(Variant):
-    """Fields common to all importance corrections (of the difference between engine and trainer). `implementation`
-    names a `rheostat.models.objectives.importance.CorrectionFunction`."""
-
-    compares_with_trainer: ClassVar[bool] = True
-    """Whether the trainer computes the log-probs of the policy before the update (old log-probs). If not, the log-probs
-    that the engine recorded are used instead."""
-
-
-class NoCorrection(Correction):
-    """No correction: the engine's log-probs are used as old log-probs. The mismatch is still measured."""
-
-    implementation = "rheostat.models.objectives.importance:uncorrected"
-    compares_with_trainer = False
-
-    kind: Literal["none"] = "none"
-
-
-class TruncatedImportance(Correction):
-    """Loss weighted by min(π_old / π_behavior, cap), with π_behavior the probability that the engine recorded.
-
-    The trainer computes π_old. Steps after the first use the engine's log-probs as π_old if both are equal up to
-    rounding: with the transformers engine in float32, an update in float32, and no stale tokens.
-    """
-
-    implementation = "rheostat.models.objectives.importance:truncated"
-
-    kind: Literal["truncated"] = "truncated"
-    cap: Annotated[float, Field(ge=1)] = 2.0
-    """Upper bound of the weight π_old / π_behavior."""
-
-
-class MaskedImportance(Correction):
-    """Loss weighted by π_old / π_behavior, or by 0 if this ratio is not between `low` and `high`. The trainer computes
-    π_old, and π_behavior is the probability that the engine recorded."""
-
-    implementation = "rheostat.models.objectives.importance:masked"
-
-    kind: Literal["masked"] = "masked"
-    low: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Lowest ratio of the trainer's to the engine's probability with which a token is trained."""
-    high: Annotated[float, Field(gt=1)] = 2.0
-    """Highest ratio of the trainer's to the engine's probability with which a token is trained."""
-
-
-CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
-
-
 # ---- the update
 class UpdateConfig(Settings):
     """Settings for the update: the optimizer steps of an iteration."""
@@ -287,9 +239,9 @@ class UpdateConfig(Settings):
     logits. This applies to its optimizer steps and to its old log-probs. Reference, critic and teacher choose their own
     experts. Rollouts and samples store the choices. If not set, the policy chooses its experts again."""
     kl: Kl = NoKl()
-    """Penalty in the loss on the KL divergence of the policy from the initial policy."""
+    """Penalty in the loss on the KL divergence of the policy from the reference."""
     reference_dtype: Annotated[Literal["float32", "bfloat16"] | None, Since("0.2.0", before="float32")] = None
-    """Precision of the reference model, which computes log-probs of the initial policy. If not set, it is `dtype`, so
+    """Precision of the reference model, which computes log-probs for the KL penalty. If not set, it is `dtype`, so
     that the divergence from an unchanged policy is 0. Under LoRA adapters it is always `dtype`."""
     correction: CorrectionConfig = TruncatedImportance()
     """Correction of the difference between the log-probs that the engine recorded and those that the trainer
@@ -384,6 +336,17 @@ class UpdateConfig(Settings):
     def trains_vision(self) -> bool:
         """Whether the vision tower or the projector of a vision-language policy is trained."""
         return self.lora is None and not {"vision", "projector"} <= {*self.freeze}
+
+    @property
+    def corrections(self) -> tuple[CorrectionConfig, ...]:
+        """Importance corrections in use: `correction`, and `stale_correction` if it is set."""
+        return (self.correction,) if self.stale_correction is None else (self.correction, self.stale_correction)
+
+    @property
+    def masks_outliers(self) -> bool:
+        """Whether an importance correction masks outliers of a minibatch, which requires the log-probs of the whole
+        minibatch before its first step."""
+        return any(correction.moment_limit is not None for correction in self.corrections)
 
     @property
     def kl_penalty(self) -> KlPenalty | None:

@@ -1,9 +1,7 @@
 """Configuration of the initial policy of a run. Torch-free."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +12,7 @@ from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.context import LongropeScale
+from rheostat.models.config.merging import LinearMerge, MergeMethodConfig
 
 
 # ---- policy
@@ -100,19 +99,6 @@ class DirectoryPolicy(PolicySource):
     `max_position_embeddings` in the run's copy of the policy."""
 
 
-SUM_ERROR: Final = 1e-6
-"""Maximum difference between 1 and the sum of the weights of a merge. A larger difference is refused."""
-
-
-def find_weights_conflict(weights: Sequence[float]) -> str | None:
-    """Return the reason why policies cannot be merged with these weights, or None if the weights are valid."""
-    total = math.fsum(weights)
-    if abs(total - 1) <= SUM_ERROR:
-        return None
-    terms = " + ".join(f"{weight:g}" for weight in weights)
-    return f"weights must sum to 1, or all weights that the parents share would be scaled, but {terms} = {total:g}"
-
-
 class MergeParent(Settings):
     """One of the policies that are merged, with its weight in the sum."""
 
@@ -120,13 +106,13 @@ class MergeParent(Settings):
     """Directory, or name on the Hugging Face Hub, of a model or a LoRA adapter. An adapter is added to its base model
     before merging."""
     weight: float
-    """Factor of this policy in the sum. It may be negative: weights of 1.75 and -0.75 extrapolate beyond the first
-    policy."""
+    """Factor of this policy, or of its difference from the base model. With the methods `linear` and `slerp` all
+    weights must sum to 1, but they may be negative: 1.75 and -0.75 extrapolate beyond the first policy."""
 
 
 class MergePolicy(PolicySource):
-    """Merge of policies: weighted sum of the tensors of several policies with the same architecture and tokenizer,
-    computed in float32."""
+    """Merge of several policies with the same architecture and tokenizer, computed tensor by tensor in float32. By
+    default, the merged policy is their weighted sum."""
 
     implementation = "rheostat.models.modeling.initial:write_merged_policy"
     inspection = "rheostat.models.inspection.directory:inspect_merge"
@@ -134,15 +120,17 @@ class MergePolicy(PolicySource):
 
     kind: Literal["merge"] = "merge"
     parents: Annotated[tuple[MergeParent, ...], Field(min_length=1)]
-    """Policies to merge. Their weights must sum to 1."""
+    """Policies to merge."""
+    method: Annotated[MergeMethodConfig, Since("0.2.0", before=LinearMerge())] = LinearMerge()
+    """Method that computes the merged weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision in which the merged weights are stored. The default is the precision of the merged policies' files."""
     allow_unrelated: Annotated[bool, RenamedFrom("unrelated")] = False
     """Whether policies may be merged although their runs started from different initial policies."""
 
     @model_validator(mode="after")
-    def _require_sum_of_one(self) -> "MergePolicy":
-        if (reason := find_weights_conflict([parent.weight for parent in self.parents])) is not None:
+    def _require_valid_weights(self) -> "MergePolicy":
+        if (reason := self.method.find_weights_conflict([parent.weight for parent in self.parents])) is not None:
             raise ValueError(f"parents: {reason}")
         return self
 

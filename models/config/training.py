@@ -14,6 +14,13 @@ from rheostat.models.config.chat_files import ChatColumns
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.file_rules import FileRules
 from rheostat.models.config.hub_datasets import HubDatasetChoice
+from rheostat.models.config.preference_losses import (
+    DpoLoss,
+    LabelSmoothing,
+    PreferenceLoss,
+    PreferenceLossConfig,
+    Strength,
+)
 
 TrainedTurns = Literal["assistant", "last", "completion", "all"]
 
@@ -144,7 +151,8 @@ class WarmupConfig(SupervisedWarmup):
 
 
 class DpoConfig(Settings):
-    """Settings for direct preference optimization of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
+    """Settings for training the policy on preference pairs after its warm-up, with direct preference optimization (DPO,
+    arXiv 2305.18290, eq. 7) or another loss."""
 
     steps: Positive = 200
     """Number of optimizer steps."""
@@ -153,11 +161,39 @@ class DpoConfig(Settings):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
     5e-7 for pretrained policies."""
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Strength = 0.1
     """Strength of the KL constraint, β in the paper. Larger values keep the policy closer to the one with which DPO
-    starts."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability with which the preference of a pair is assumed to be labeled wrongly (conservative DPO)."""
+    starts. If `loss` is set, use the keys of `loss` instead."""
+    label_smoothing: LabelSmoothing = 0.0
+    """Probability with which the preference of a pair is assumed to be labeled wrongly (conservative DPO). If `loss` is
+    set, use the keys of `loss` instead."""
+    loss: Annotated[PreferenceLossConfig | None, Since("0.2.0", before=None)] = None
+    """Loss of a preference pair. The default is DPO with `beta` and `label_smoothing` of this table."""
+
+    @property
+    def objective(self) -> PreferenceLoss:
+        """Loss of a preference pair, with all its settings."""
+        return self.loss or DpoLoss(beta=self.beta, label_smoothing=self.label_smoothing)
+
+    def describe(self) -> str:
+        """Describe the length of the training, and the loss unless it is DPO, for plans and messages."""
+        length = f"{format_count(self.steps, 'step')} of {format_count(self.batch_size, 'pair')}"
+        return length if self.objective.label == "dpo" else f"{length}, loss {self.objective.label!r}"
+
+    def find_conflicts(self) -> Iterator[str]:
+        """Yield one message for each setting that the loss does not read or with which it cannot be computed."""
+        for name in ("beta", "label_smoothing"):
+            value = getattr(self, name)
+            if self.loss is not None and value != type(self).model_fields[name].default:
+                yield (
+                    f"dpo.{name} is {value:g}, but it has no effect if dpo.loss is set (dpo.loss.kind = "
+                    f"{self.loss.label!r}). Remove dpo.{name}, and set the keys of [dpo.loss]"
+                )
+        if self.objective.uses_reference_point and self.batch_size < 2:
+            yield (
+                f"dpo.batch_size is {self.batch_size}, but dpo.loss.kind = {self.objective.label!r} combines prompts "
+                "with the completions of other pairs of the step. Set dpo.batch_size to at least 2"
+            )
 
 
 # ---- evaluation

@@ -109,10 +109,11 @@ def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
     """Check that the configured policies can be merged, and describe the first one, which has the same shapes as the
     merged policy. `texts` is not used."""
-    from rheostat.models.modeling.weighted_sum import compare_parents, find_parents
+    from rheostat.models.modeling.weighted_sum import compare_parents, find_method, find_parents
 
-    parents = find_parents(policy)
-    compare_parents(parents, unrelated=policy.allow_unrelated, casts=policy.dtype is not None)
+    parents, base = find_parents(policy), find_method(policy).base
+    policies = parents if base is None else (*parents, base)
+    compare_parents(policies, unrelated=policy.allow_unrelated, casts=policy.dtype is not None)
     return inspect_directory(parents[0].path, is_trained=True)
 
 

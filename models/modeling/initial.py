@@ -30,7 +30,7 @@ from rheostat.models.judges.prompts import vocabulary_texts
 from rheostat.models.modeling.directory import check_directory, copy_directory, copy_policy, record_context
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from rheostat.models.modeling.reward_model import check_reward_model
-from rheostat.models.modeling.weighted_sum import find_parents, write_merge
+from rheostat.models.modeling.weighted_sum import find_method, find_parents, write_merge
 from rheostat.models.records.merges import MergeWork
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.text.tokenizer import problem_texts, train_tokenizer
@@ -76,9 +76,16 @@ def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[st
 
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Write the weighted sum of the policies listed in the configuration, and return its number of parameters. `texts`
-    and `seed` are not used."""
-    write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.allow_unrelated))
+    """Write the merge of the policies listed in the configuration, and return its number of parameters. `texts` and
+    `seed` are not used."""
+    work = MergeWork(
+        find_parents(policy),
+        directory,
+        dtype=policy.dtype,
+        unrelated=policy.allow_unrelated,
+        method=find_method(policy),
+    )
+    write_merge(work)
     _, _, parameters = check_directory(directory)
     return parameters
 

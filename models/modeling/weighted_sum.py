@@ -1,9 +1,9 @@
-"""Weighted sums of policies (model soups, arXiv 2203.05482). Tensors are summed one at a time, so no model is ever
-loaded completely.
+"""Merging of the files of policies. Tensors are merged one at a time, so no model is ever loaded completely.
 
-θ = Σ λ_i θ_i in float32, in the order of the parents (the policies to merge), then cast once. A tensor that is equal in
-all parents stays unchanged, bit for bit. A LoRA adapter is first added to its base as `scale x B A`. Its factors are
-never averaged separately, because (Σ λ_i B_i)(Σ λ_i A_i) would contain products of one adapter's B with another's A.
+By default, a merge is the weighted sum θ = Σ λ_i θ_i (model soups, arXiv 2203.05482) in float32, in the order of the
+parents (the policies to merge), then cast once. A tensor that is equal in all parents, and in the base model of the
+merge, stays unchanged, bit for bit. A LoRA adapter is first added to its base as `scale x B A`. Its factors are never
+averaged separately, because (Σ λ_i B_i)(Σ λ_i A_i) would contain products of one adapter's B with another's A.
 Shapes: R rank, I inputs and O outputs.
 """
 
@@ -23,6 +23,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import CONTENTS, Contents
 from rheostat.infra.store.file_writer import describe_pieces, write_hashed
 from rheostat.infra.store.inputs import fetch_path, format_path, recorded_base
+from rheostat.models.config.merging import LinearMerge
 from rheostat.models.config.policy import MergePolicy
 from rheostat.models.modeling.directory import (
     INDEX,
@@ -32,6 +33,7 @@ from rheostat.models.modeling.directory import (
     meta_policy,
     weight_files,
 )
+from rheostat.models.modeling.merge_methods import TensorVersions, merge_tensor
 from rheostat.models.modeling.merging import (
     SETTINGS,
     TENSORS,
@@ -42,7 +44,16 @@ from rheostat.models.modeling.merging import (
     read_adapter,
 )
 from rheostat.models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
-from rheostat.models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
+from rheostat.models.records.merges import (
+    MERGE,
+    WEIGHTED_SUM,
+    Merge,
+    MergedParent,
+    MergeWork,
+    MethodWithBase,
+    Parent,
+    start_of,
+)
 
 MEANING: Final = (
     *("model_type", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function"),
@@ -58,12 +69,19 @@ CHUNK_BYTES: Final = 2**20
 
 
 def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
-    """Return the policies whose weighted sum is written, each with its directory on this machine, its weight and the
-    initial policy of its run."""
+    """Return the policies that are merged, each with its directory on this machine, its weight and the initial policy
+    of its run."""
     return tuple(
         Parent(format_path(parent.path), fetch_path(parent.path), parent.weight, start_of(parent.path))
         for parent in policy.parents
     )
+
+
+def find_method(policy: MergePolicy) -> MethodWithBase:
+    """Return the method by which the policies are merged, with the directory of its base model on this machine."""
+    path = policy.method.base_path
+    base = None if path is None else Parent(format_path(path), fetch_path(path), 1.0, start_of(path))
+    return MethodWithBase(policy.method, base)
 
 
 # ---- checks of the parents
@@ -108,7 +126,7 @@ class Outline:
 
 
 def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
-    """Raise BadInput if one of the policies is not valid, or if their weighted sum is not meaningful. Tensor shapes,
+    """Raise BadInput if one of the policies is not valid, or if their merge is not meaningful. Tensor shapes,
     tokenizers, settings and, unless `unrelated`, the initial policies of their runs must agree. The message names the
     first difference. With `casts`, dtypes may differ, because the sum is cast to one dtype."""
     for parent in parents:
@@ -126,53 +144,45 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
         if other.start != with_start[0].start and not unrelated:
             raise BadInput(
                 f"merge: {with_start[0].name} was trained from the policy with digest {with_start[0].start[:16]}, but "
-                f"{other.name} from {other.start[:16]}. The sum of policies with different initial policies is hardly "
+                f"{other.name} from {other.start[:16]}. A merge of policies with different initial policies is hardly "
                 "meaningful. To merge them anyway, use --unrelated (`allow_unrelated = true`)"
             )
 
 
 # ---- the sum
 def write_merge(work: MergeWork) -> Merge:
-    """Write the weighted sum of the policies and a merge.json into an empty directory, with the file layout of the
-    first policy. Returns the contents of merge.json. Raises BadInput before anything is written if the policies do not
-    match. Also raises BadInput, while writing, if an integer or boolean tensor differs between them."""
-    compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
+    """Write the merged policy and a merge.json into an empty directory, with the file layout of the first policy.
+    Returns the contents of merge.json. Raises BadInput before anything is written if the policies do not match. Also
+    raises BadInput, while writing, if an integer or boolean tensor differs between them."""
+    compare_parents(work.policies, unrelated=work.unrelated, casts=work.dtype is not None)
     if work.adapters == "ranks":
         _write_adapter_sum(work)
     else:
         _write_full(work)
     merge = Merge(
-        parents=tuple(
-            MergedParent(
-                name=parent.name,
-                weight=parent.weight,
-                digest=policy_digest(parent.path),
-                start=parent.start,
-                base=recorded_base(parent.path),
-            )
-            for parent in work.parents
-        ),
+        parents=tuple(map(_record_parent, work.parents)),
         adapters=work.adapters,
+        method=work.method.settings.model_dump(mode="json", exclude={"base"}),
+        base=None if work.method.base is None else _record_parent(work.method.base),
     )
     (work.target / MERGE).write_text(merge.text())
     return merge
 
 
+def _record_parent(parent: Parent) -> MergedParent:
+    return MergedParent(
+        name=parent.name,
+        weight=parent.weight,
+        digest=policy_digest(parent.path),
+        start=parent.start,
+        base=recorded_base(parent.path),
+    )
+
+
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype) -> Tensor:
     """Return the weighted sum of tensors, computed in float32 in the given order and cast to `dtype`. If all tensors
     are equal, only cast the first. Raises ValueError if tensors differ that are not floating-point."""
-    first, *others = tensors
-    if all(_is_same(first, other) for other in others):
-        return first.to(dtype)
-    if not first.is_floating_point():
-        raise ValueError(
-            f"a tensor of type {first.dtype} cannot be averaged, so its values must be the same in every parent, but "
-            "they differ"
-        )
-    total = torch.zeros(first.shape, dtype=torch.float32)
-    for tensor, weight in zip(tensors, weights, strict=True):
-        total += tensor.float() * weight
-    return total.to(dtype)
+    return merge_tensor(LinearMerge(), TensorVersions("", tensors, weights), dtype=dtype)
 
 
 def policy_digest(directory: Path) -> str:
@@ -197,6 +207,7 @@ def _write_full(work: MergeWork) -> None:
     dtype = None if work.dtype is None else DTYPES[{"float32": "F32", "bfloat16": "BF16"}[work.dtype]]
     readers, weights = [_build_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
     first = Outline.read(work.parents[0].path)
+    read_base = None if work.method.base is None else _build_reader(work.method.base.path)
 
     def outline(name: str) -> TensorOutline:
         stored = first.files[name][1]
@@ -205,7 +216,9 @@ def _write_full(work: MergeWork) -> None:
 
     def make(name: str) -> Tensor:
         try:
-            return weighted_sum([read(name) for read in readers], weights, dtype=outline(name).dtype)
+            base = None if read_base is None else read_base(name)
+            versions = TensorVersions(name, [read(name) for read in readers], weights, base)
+            return merge_tensor(work.method.settings, versions, dtype=outline(name).dtype)
         except ValueError as error:
             raise BadInput(f"merge: tensor {name}: {error}") from error
 
@@ -259,6 +272,11 @@ def _write_adapter_sum(work: MergeWork) -> None:
     """Write the weighted sum of LoRA adapters as one adapter, by concatenating their factors: Σ λ_i s_i B_i A_i = [λ_1
     s_1 B_1, …] [A_1; …]. Its rank is the sum of all ranks, its dtype float32 and its scale 1. Raises BadInput if a
     policy is not an adapter of the same base model."""
+    if work.method != WEIGHTED_SUM:
+        raise BadInput(
+            "merge: adapters = 'ranks' only writes weighted sums, but the result of the method "
+            f"{work.method.settings.label!r} has no low rank. Use adapters = 'full'"
+        )
     for parent in work.parents:
         if not is_adapter(parent.path):
             raise BadInput(
@@ -332,14 +350,6 @@ def _iter_files(directory: Path) -> Iterator[tuple[str, tuple[Path, TensorOutlin
             raise BadInput(
                 f"merge: the weight file {path} cannot be loaded: {error}. Copy or download the file again"
             ) from error
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal, bit for bit."""
-    if one.dtype != other.dtype:
-        return False
-    bytes_of = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return bool(torch.equal(*bytes_of))
 
 
 def _read_setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON

@@ -33,12 +33,15 @@ class LossInputs:
     kl_N: Tensor | None = None
     """KL divergence from the reference if it can be computed exactly, as for the denoising steps of diffusion policies.
     Otherwise None, and the divergence is estimated from log-probs."""
+    outlier_N: Tensor | None = None
+    """Whether the correction `second_moment` masks each token, because the token's log-ratio is among the largest of
+    the minibatch. None if no token is masked."""
 
     def at(self, places_C: Tensor) -> Self:
         """Return the inputs of the tokens with the indices `places_C` only, for losses that treat each token
         independently. `lengths_B` is unchanged and still counts all tokens."""
         names = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
-        present = {name: value for name in names if (value := getattr(self, name)) is not None}
+        present = {name: value for name in (*names, "outlier_N") if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
 
 

@@ -1,12 +1,11 @@
-"""Losses of policies, critics and preference pairs, estimators of KL(policy ‖ reference), and the total loss of a
-micro-batch.
+"""Losses of policies and critics, estimators of KL(policy ‖ reference), and the total loss of a micro-batch.
 
 Log-ratios are clamped at ±20 before they are exponentiated (`exp_ratio`), so every ratio is finite.
 
 The loss of a minibatch is a weighted sum of token losses. The weights depend on the whole minibatch and not on its
 division into ranks and micro-batches, so the contributions of all micro-batches only need to be added.
 
-Shapes: N completion tokens of one micro-batch, from any number of sequences; B sequences; P pairs.
+Shapes: N completion tokens of one micro-batch, from any number of sequences; B sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Final, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rheostat.infra.variants import implementation_of
 from rheostat.models.config.objectives import (
@@ -196,62 +194,6 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", 
             return k3(-log_ratio_N)
 
 
-class DpoTerms(NamedTuple):
-    """Outputs of the DPO loss for each preference pair."""
-
-    loss_P: Tensor
-    """Loss of each preference pair."""
-    margins_P: Tensor
-    """Implicit reward of the chosen completion minus implicit reward of the rejected completion."""
-    right_P: Tensor
-    """Whether the chosen completion has a higher implicit reward than the rejected one."""
-
-
-def dpo(
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    *,
-    reference_chosen_P: Tensor,
-    reference_rejected_P: Tensor,
-    beta: float,
-    label_smoothing: float,
-) -> DpoTerms:
-    """Return the DPO loss of each preference pair (arXiv 2305.18290, eq. 7). The arguments are log-probs of whole
-    completions, under the policy and under the reference.
-
-    `label_smoothing` is the assumed share of pairs with swapped labels (conservative DPO, Mitchell, 2023). The implicit
-    reward of a completion is beta · log(π / π_ref) (eq. 5, without the part that only depends on the prompt).
-    """
-    margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
-    loss_P = -(1 - label_smoothing) * functional.logsigmoid(margins_P) - label_smoothing * functional.logsigmoid(
-        -margins_P
-    )
-    return DpoTerms(loss_P=loss_P, margins_P=margins_P.detach(), right_P=margins_P.detach() > 0)
-
-
-class PairTerms(NamedTuple):
-    """Outputs of a reward model's loss for each preference pair."""
-
-    loss_P: Tensor
-    """Loss of each preference pair."""
-    margins_P: Tensor
-    """Reward of the chosen completion minus reward of the rejected completion."""
-    right_P: Tensor
-    """Whether the chosen completion has a higher reward than the rejected one."""
-
-
-def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> PairTerms:
-    """Return the loss of a reward model for each preference pair: −log σ(r_chosen − r_rejected) (Bradley and Terry,
-    1952) + centering · (r_chosen + r_rejected)².
-
-    The first term does not change if a constant is added to all rewards. The second term keeps rewards around zero
-    (arXiv 2312.09244, section 3).
-    """
-    margins_P = chosen_P - rejected_P
-    loss_P = -functional.logsigmoid(margins_P) + centering * (chosen_P + rejected_P).square()
-    return PairTerms(loss_P=loss_P, margins_P=margins_P.detach(), right_P=margins_P.detach() > 0)
-
-
 def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:
     """Return the weight in the loss that every token of a completion has, for each completion of a minibatch. `lengths`
     contains the number of tokens of each completion.
@@ -280,7 +222,7 @@ def update_loss(
     """
     trained_N = tokens.weights_N != 0
     old_N = logprobs_N.detach() if tokens.old_N is None else tokens.old_N
-    corrected = correct(old_N, tokens.behavior_N, staleness_N=tokens.staleness_N, config=config)
+    corrected = correct(old_N, tokens, config=config)
     terms = policy_loss(logprobs_N, corrected.old_N, tokens=tokens, config=config.loss)
     loss_N = terms.loss_N * corrected.weight_N
     if config.kl_penalty is not None:

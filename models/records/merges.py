@@ -1,5 +1,6 @@
 """Records of merges: the merged policies, their weights, and the contents of merge.json. Torch-free."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -9,6 +10,7 @@ from pydantic import JsonValue
 from rheostat.infra.config import Settings, Since
 from rheostat.infra.store.inputs import Location, format_path, has_run, is_on_hub, is_remote
 from rheostat.infra.store.runs import Run, open_run
+from rheostat.models.config.merging import LinearMerge, MergeMethodConfig
 
 MERGE: Final = "merge.json"
 """Name of the file in a merged policy's directory that records which policies (parents) were merged, and with which
@@ -35,8 +37,21 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True)
+class MethodWithBase:
+    """Merge method, with the base model that the method needs."""
+
+    settings: MergeMethodConfig
+    base: Parent | None = None
+    """Model from which the differences of the policies are computed, with weight 1. None if the method needs none."""
+
+
+WEIGHTED_SUM: Final = MethodWithBase(LinearMerge())
+"""Default method of a merge."""
+
+
+@dataclass(frozen=True, slots=True)
 class MergeWork:
-    """Request to merge policies: to write the weighted sum of their weights to one directory."""
+    """Request to merge policies and to write the result to one directory."""
 
     parents: tuple[Parent, ...]
     target: Path
@@ -48,6 +63,12 @@ class MergeWork:
     adapter, whose rank is the sum of their ranks."""
     unrelated: bool = False
     """Whether policies are accepted that come from runs with different initial policies."""
+    method: MethodWithBase = WEIGHTED_SUM
+
+    @property
+    def policies(self) -> tuple[Parent, ...]:
+        """All policies that are read: the parents, and the base model if there is one."""
+        return self.parents if self.method.base is None else (*self.parents, self.method.base)
 
 
 class MergedParent(Settings):
@@ -67,11 +88,14 @@ class MergedParent(Settings):
 
 
 class Merge(Settings):
-    """Contents of merge.json, which describes how a merged policy was made: as the sum of its parents, each multiplied
-    by its weight."""
+    """Contents of merge.json, which describes how a merged policy was made from its parents."""
 
     parents: tuple[MergedParent, ...]
     adapters: Adapters
+    method: Annotated[dict[str, JsonValue], Since("0.2.0", before={"kind": "linear"})] = {"kind": "linear"}
+    """Settings of the merge method, without the path of the base model."""
+    base: Annotated[MergedParent | None, Since("0.2.0", before=None)] = None
+    """Base model to which the merged differences of the parents were added, or None if the method needs none."""
     who: str = ""
     """User who requested the merge. Empty if a run merged the policies, because the run's manifest names the user."""
     when: str = ""
@@ -82,10 +106,21 @@ class Merge(Settings):
     """Preference, mixing weights and statistics if the merged policy is a soup (weighted average of policies trained on
     different rewards), else None."""
 
+    @property
+    def is_weighted_sum(self) -> bool:
+        """Whether the merged policy is the weighted sum of its parents."""
+        return self.method == {"kind": "linear"}
+
     def text(self) -> str:
-        """Return the content of merge.json. Empty names of base models are omitted."""
-        without = {index: {"base"} for index, parent in enumerate(self.parents) if not parent.base}
-        return self.model_dump_json(indent=2, exclude={"parents": without})
+        """Return the content of merge.json. Empty names of base models are omitted, and so are the method and the base
+        model of a weighted sum."""
+        document = self.model_dump(mode="json")
+        for parent in (*document["parents"], *([document["base"]] if self.base else [])):
+            if not parent["base"]:
+                del parent["base"]
+        if self.is_weighted_sum:
+            del document["method"], document["base"]
+        return json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def start_of(path: Path) -> str:

@@ -327,10 +327,11 @@ class UserWarmupWork:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceWork:
-    """Request to train a policy directly on preference pairs (DPO). Every rank receives the same record."""
+    """Request to train a policy directly on preference pairs (DPO and other losses). Every rank receives the same
+    record."""
 
     policy: ModelVersion
-    """Policy from which the training starts, which is also the reference of the DPO loss."""
+    """Policy from which the training starts. It is also the reference of losses that have one."""
     data: DataConfig
     preferences: PreferencesConfig
     dpo: DpoConfig

@@ -40,6 +40,21 @@ class SequencePair:
         return 2 * max(len(self.chosen), len(self.rejected))
 
 
+def mismatch_pairs(pairs: Sequence[SequencePair], *, context: int) -> list[SequencePair]:
+    """Combine the prompt of each pair with the completions of the next pair, and the last prompt with the completions
+    of the first pair. Completions are cut so that no sequence has more than `context` tokens. Policies that are trained
+    with KTO estimate their KL divergence from the reference on these sequences (arXiv 2402.01306, section 4.1)."""
+
+    def combine(prompt: ModelInput, other: ModelInput) -> ModelInput:
+        tokens = other.completion[: context - prompt.num_prompt_tokens]
+        return ModelInput.from_prompt(prompt.prompt, prompt.images).append_completion(tokens)
+
+    return [
+        SequencePair(combine(pair.chosen, other.chosen), combine(pair.rejected, other.rejected))
+        for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True)
+    ]
+
+
 def example_inputs(
     examples: Sequence[Example],
     tokenizer: PreTrainedTokenizerFast,
@@ -208,7 +223,7 @@ def policy_pairs(
     ends: Collection[int] = (),
     drop_long: bool = False,
 ) -> list[SequencePair]:
-    """Tokenize preference pairs for training a policy with DPO, like training examples (`example_inputs`). `ends` are
+    """Tokenize preference pairs for training a policy, like training examples (`example_inputs`). `ends` are
     the tokens that end a completion according to the generation config. If a sequence exceeds `context` tokens, its
     pair is left out with `drop_long`. Without `drop_long`, BadInput is raised."""
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"

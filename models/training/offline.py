@@ -2,14 +2,13 @@
 
 A preference pair is two completions, one of which is preferred. A model assigns one number to each completion of a
 pair: a policy its log-prob, a reward model its reward at the last token. Shapes: N completion tokens of one
-micro-batch, P pairs.
+micro-batch, P pairs, S steps, Q reported quantities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from random import Random
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from rheostat.models.config.judges import TrainedRewardModel
 from rheostat.models.config.training import DpoConfig, SupervisedWarmup
 from rheostat.models.modeling.batching import Rows, Sequences, plan_step
 from rheostat.models.modeling.layout import MicroBatch, lay_out
-from rheostat.models.objectives.losses import DpoTerms, PairTerms
+from rheostat.models.objectives.preferences import PairScores, PairStatistics, PairTerms
 from rheostat.models.text.sequences import SequencePair
 from rheostat.models.training.ranks import Ranks, sum_and_max
 from rheostat.models.training.trainer import Trainer, learning_rate
@@ -97,17 +96,9 @@ def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
-class PairScores(NamedTuple):
-    """Scores of the chosen and the rejected completion of each pair: summed log-probs of a policy, or rewards of a
-    reward model."""
-
-    chosen_P: Tensor
-    rejected_P: Tensor
-
-
-PairLoss = Callable[[PairScores, PairScores], PairTerms | DpoTerms]
-"""Function that computes the loss of preference pairs from the scores of the trained model and the baseline scores, in
-this order."""
+PairLoss = Callable[[PairScores, PairScores | None, PairStatistics], PairTerms]
+"""Function that computes the loss of preference pairs from the scores of the trained model, the baseline scores and the
+statistics of the optimizer step, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +110,14 @@ class PreferenceTraining:
     schedule: DpoConfig | TrainedRewardModel
     """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
-    baseline: Literal["start", "nothing"]
-    """Source of the baseline scores in the loss: the model's own scores before the first step ("start") or zeros
-    ("nothing")."""
     seed: int
+    has_baseline: bool = False
+    """Whether the loss receives baseline scores, which are the model's own scores before the first step."""
+    mismatch: Callable[[Sequence[SequencePair]], Sequence[SequencePair]] | None = None
+    """Function that combines prompts with completions of other prompts. If set, the loss receives a reference point,
+    estimated on these sequences. Requires `has_baseline`."""
+    extra_metrics: tuple[str, ...] = ()
+    """Names of the quantities in `PairTerms.extra_P` that are reported."""
 
 
 def train_on_preferences(
@@ -138,29 +133,40 @@ def train_on_preferences(
     learner = _PairTraining(
         trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress
     )
-    steps = [learner.microbatches(rows, work.train) for rows in _sample_batches(work)]
-    heldout = learner.microbatches(tuple(range(len(work.heldout))), work.heldout)
-    start = [learner.start(microbatches, work.train) for microbatches in steps]
-    heldout_start = learner.start(heldout, work.heldout)
+    batches = [learner.prepare(pairs) for pairs in _sample_batches(work)]
+    heldout = learner.prepare(work.heldout)
     tallies: list[Tensor] = []
-    for index, microbatches in enumerate(steps):
-        tallies.append(learner.step(index, microbatches, start[index]))
+    for index, batch in enumerate(batches):
+        tallies.append(learner.step(index, batch))
         recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
-        report_steps(recent, len(steps), done=index + 1, callbacks=callbacks, ranks=ranks)
-    sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
-    sum_and_max(sums_S3, torch.zeros(1, device=ranks.device), ranks)
-    return _build_metrics(sums_S3.cpu(), work)
+        report_steps(recent, len(batches), done=index + 1, callbacks=callbacks, ranks=ranks)
+    sums_SQ = torch.stack([*tallies, learner.measure(heldout)])
+    sum_and_max(sums_SQ, torch.zeros(1, device=ranks.device), ranks)
+    return _build_metrics(sums_SQ.cpu(), work)
 
 
-def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
-    """Yield the row numbers of the pairs for each training step. Every epoch contains all training pairs in a new
-    random order."""
+def _sample_batches(work: PreferenceTraining) -> Iterator[list[SequencePair]]:
+    """Yield the pairs of each training step. Every epoch contains all training pairs in a new random order."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
         while len(rows) < size:
             rows += rng.sample(range(len(work.train)), k=len(work.train))
-        yield tuple(rows[:size])
+        yield [work.train[row] for row in rows[:size]]
         rows = rows[size:]
+
+
+@dataclass(frozen=True, slots=True)
+class _PairBatch:
+    """Pairs of one optimizer step, or the held-out pairs, and their division into this rank's micro-batches."""
+
+    pairs: Sequence[SequencePair]
+    """Pairs of all ranks. A pair may occur twice."""
+    microbatches: tuple[Rows, ...]
+    """Indices of the pairs in each micro-batch of this rank."""
+    baseline: Sequence[PairScores | None]
+    """Baseline scores of each micro-batch, or None if the loss has no baseline."""
+    mismatched: "_PairBatch | None" = None
+    """Prompts with completions of other prompts, or None if the loss has no reference point."""
 
 
 class _PairTraining:
@@ -181,76 +187,104 @@ class _PairTraining:
         self._ranks = ranks
         self._on_progress = on_progress
 
-    def microbatches(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
-        """Split the pairs at `rows` over the ranks, and return the rows of each of this rank's micro-batches. Both
-        completions of a pair are always in the same micro-batch."""
-        places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
-        sizes = Sequences.unrelated([pairs[row].size for row in rows])
-        plan = plan_step(places, sizes, ranks=self._ranks.data_parallel_size, microbatch_tokens=self._microbatch_tokens)
-        return tuple(tuple(rows[place] for place in part) for part in plan.microbatches[self._ranks.data_parallel_rank])
+    def prepare(self, pairs: Sequence[SequencePair]) -> _PairBatch:
+        """Divide pairs into micro-batches and compute their baseline scores. Must be called before the first step.
+        Collective: every rank must call this."""
+        batch = self._divide(pairs)
+        mismatch = self._work.mismatch
+        return batch if mismatch is None else replace(batch, mismatched=self._divide(mismatch(pairs)))
 
     @torch.no_grad()
-    def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
-        """Return the baseline scores of the pairs in each micro-batch: zeros, or the model's own scores before
-        training. Must be called before the first step."""
-        if self._work.baseline == "start":
-            return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
-        zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
-        return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
+    def _divide(self, pairs: Sequence[SequencePair]) -> _PairBatch:
+        """Split pairs over the ranks and into micro-batches, and compute baseline scores. Both completions of a pair
+        are always in the same micro-batch."""
+        sizes = Sequences.unrelated([pair.size for pair in pairs])
+        plan = plan_step(
+            tuple(range(len(pairs))),
+            sizes,
+            ranks=self._ranks.data_parallel_size,
+            microbatch_tokens=self._microbatch_tokens,
+        )
+        microbatches = plan.microbatches[self._ranks.data_parallel_rank]
+        has_baseline = self._work.has_baseline
+        return _PairBatch(
+            pairs, microbatches, [self._compute_scores(pairs, rows) if has_baseline else None for rows in microbatches]
+        )
 
-    def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take optimizer step `index`. Return this rank's sum of the loss, number of pairs whose chosen completion
-        scores higher, and sum of the score margins. `start` contains the baseline scores of each micro-batch."""
-        schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for number, rows in enumerate(microbatches):
-            terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
-            self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(microbatches))
-            total += _summarize_terms(terms) / schedule.batch_size
-        take_step(self._trainer, index, schedule, where=f"step {index} on preference pairs")
+    def step(self, index: int, batch: _PairBatch) -> Tensor:
+        """Take optimizer step `index`. Return this rank's contribution to the mean loss, the share of pairs whose
+        chosen completion scores higher, the mean margin, and the means of the loss's extra metrics. Collective: every
+        rank must call this."""
+        statistics, size = self._compute_statistics(batch), len(batch.pairs)
+        total = self._empty_total()
+        for number, (rows, baseline) in enumerate(zip(batch.microbatches, batch.baseline, strict=True)):
+            terms = self._work.loss(self._compute_scores(batch.pairs, rows), baseline, statistics)
+            self._trainer.backward(terms.loss_P.sum() / size, last=number + 1 == len(batch.microbatches))
+            total += self._sum_terms(terms) / size
+        take_step(self._trainer, index, self._work.schedule, where=f"step {index} on preference pairs")
         return total
 
     @torch.no_grad()
-    def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Return this rank's sum of the loss, number of pairs whose chosen completion scores higher, and sum of the
-        score margins, over the held-out pairs. `start` contains the baseline scores of each micro-batch."""
-        heldout = self._work.heldout
-        total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for rows, start_numbers in zip(microbatches, start, strict=True):
-            total += _summarize_terms(
-                self._work.loss(self._compute_numbers([heldout[row] for row in rows]), start_numbers)
-            ) / len(heldout)
+    def measure(self, batch: _PairBatch) -> Tensor:
+        """Return the same quantities as `step` without training. Collective: every rank must call this."""
+        statistics, total = self._compute_statistics(batch), self._empty_total()
+        for rows, baseline in zip(batch.microbatches, batch.baseline, strict=True):
+            terms = self._work.loss(self._compute_scores(batch.pairs, rows), baseline, statistics)
+            total += self._sum_terms(terms) / len(batch.pairs)
         return total
 
-    def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairScores:
+    @torch.no_grad()
+    def _compute_statistics(self, batch: _PairBatch) -> PairStatistics:
+        """Return the quantities of a loss that depend on all pairs of a batch. The reference point is the mean
+        log-ratio of all mismatched sequences of all ranks, but at least 0. Collective: every rank must call this."""
+        chosen_tokens = sum(len(pair.chosen.trained_positions) for pair in batch.pairs) / len(batch.pairs)
+        mismatched = batch.mismatched
+        if mismatched is None:
+            return PairStatistics(chosen_tokens)
+        total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
+        for rows, baseline in zip(mismatched.microbatches, mismatched.baseline, strict=True):
+            assert baseline is not None, "a reference point needs baseline scores"
+            scores = self._compute_scores(mismatched.pairs, rows)
+            total += (scores.chosen_P - baseline.chosen_P).double().sum()
+            total += (scores.rejected_P - baseline.rejected_P).double().sum()
+        sum_and_max(total, torch.zeros(1, device=self._ranks.device), self._ranks)
+        return PairStatistics(chosen_tokens, (total[0] / (2 * len(mismatched.pairs))).clamp(min=0))
+
+    def _compute_scores(self, pairs: Sequence[SequencePair], rows: Rows) -> PairScores:
         """Run one forward pass and return the score of each completion, which is the sum of the model's outputs over
-        the completion's tokens."""
-        batch = lay_out_pairs(pairs)
+        the completion's tokens. Collective: every rank must call this the same number of times."""
+        batch = lay_out_pairs([pairs[row] for row in rows])
         logprobs_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
-        sums = torch.zeros(2 * len(pairs), device=logprobs_N.device).index_add(0, rows_N, logprobs_N)
+        sums = torch.zeros(2 * len(rows), device=logprobs_N.device).index_add(0, rows_N, logprobs_N)
+        lengths = torch.bincount(rows_N, minlength=2 * len(rows))
         self._on_progress()
-        return PairScores(sums[: len(pairs)], sums[len(pairs) :])
+        return PairScores(sums[: len(rows)], sums[len(rows) :], lengths[: len(rows)], lengths[len(rows) :])
+
+    def _empty_total(self) -> Tensor:
+        size = 3 + len(self._work.extra_metrics)
+        return torch.zeros(size, dtype=torch.float64, device=self._ranks.device)
+
+    def _sum_terms(self, terms: PairTerms) -> Tensor:
+        """Return the sums over pairs of the reported quantities: loss, correctly ordered pairs, margin and extra
+        metrics."""
+        extra = [terms.extra_P[name] for name in self._work.extra_metrics]
+        return torch.stack(
+            [part.double().sum() for part in (terms.loss_P.detach(), terms.right_P, terms.margins_P, *extra)]
+        )
 
 
-def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
-    parts = (terms.loss_P.detach(), terms.right_P, terms.margins_P)
-    return torch.stack([part.double().sum() for part in parts])
-
-
-def _build_metrics(sums_S3: Tensor, work: PreferenceTraining) -> TrainingResult:
-    """Build the training result from sums over all ranks. `sums_S3` has the columns loss, correctly ordered pairs and
-    margin, one row per step, and a last row for the held-out pairs."""
-    losses, *_ = sums_S3[:-1].T.tolist()
-    last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
-    heldout = sums_S3[-1].tolist()
+def _build_metrics(sums_SQ: Tensor, work: PreferenceTraining) -> TrainingResult:
+    """Build the training result from means over all ranks. `sums_SQ` has the columns loss, share of correctly ordered
+    pairs, margin and extra metrics, one row per step, and a last row for the held-out pairs."""
+    names = ("loss_last", "accuracy", "margin", *work.extra_metrics)
+    losses, *_ = sums_SQ[:-1].T.tolist()
+    last = sums_SQ[:-1][-LAST_STEPS:].mean(0).tolist()
+    heldout_names = [f"heldout_{name}" for name in ("loss", *names[1:])]
     metrics = {
         "loss_first": losses[0],
-        "loss_last": last[0],
-        "accuracy": last[1],
-        "margin": last[2],
-        "heldout_loss": heldout[0],
-        "heldout_accuracy": heldout[1],
-        "heldout_margin": heldout[2],
+        **dict(zip(names, last, strict=True)),
+        **dict(zip(heldout_names, sums_SQ[-1].tolist(), strict=True)),
         "steps": float(work.schedule.steps),
         "samples": float(work.schedule.steps * work.schedule.batch_size),
         "pairs": float(len(work.train)),

@@ -33,6 +33,7 @@ from rheostat.models.objectives.losses import (
     value_loss,
 )
 from rheostat.models.records.work import UpdateWork
+from rheostat.models.training.outliers import find_outliers
 from rheostat.models.training.ranks import Ranks, sum_and_max
 from rheostat.models.training.routers import RouterTally
 from rheostat.models.training.samples import TrainingSamples, read_training_rows, stale_shares, weighted_lengths
@@ -68,6 +69,8 @@ class ExtraLogprobs:
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
+    outliers: list[list[Tensor]] | None = None
+    """Whether the correction `second_moment` masks each token, indexed like `old`. None if it masks no tokens."""
     means: Forward | None = None
     """Function that returns the reference's mean of the next state at each denoising step, or None unless the policy
     generates images. The means are as large as the images' states, so they are computed per micro-batch and not kept.
@@ -111,9 +114,16 @@ def build_batches(
 
 
 def compute_extra_logprobs(
-    trainer: Trainer, steps: Sequence[StepBatches], *, reference: Forward | None, on_progress: OnProgress
+    trainer: Trainer,
+    steps: Sequence[StepBatches],
+    *,
+    config: UpdateConfig,
+    ranks: Ranks,
+    reference: Forward | None,
+    on_progress: OnProgress,
 ) -> ExtraLogprobs:
     """Compute the old log-probs of all minibatches except the first, and the reference's log-probs of all minibatches.
+    If an importance correction masks outliers, also compute the old log-probs of the first minibatch, and the outliers.
 
     Must be called before the first optimizer step. Collective: every rank must call this.
     """
@@ -123,14 +133,22 @@ def compute_extra_logprobs(
         old.append([None] * len(step.batches))
         reference_logprobs.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
-            if index and step.computes_old:
+            if (index or config.masks_outliers) and step.computes_old:
                 with torch.no_grad():
                     old[-1][number] = trainer.forward(batch.microbatch)
                 on_progress()
             if reference is not None:
                 reference_logprobs[-1][number] = reference(batch.microbatch)
                 on_progress()
-    return ExtraLogprobs(old=old, reference=reference_logprobs)
+    extras = ExtraLogprobs(old=old, reference=reference_logprobs)
+    if not config.masks_outliers or not all(step.computes_old for step in steps):
+        return extras
+    minibatches = zip(_first_epoch(steps), old, strict=True)
+    outliers = [
+        find_outliers(step.batches, [old_N for old_N in each if old_N is not None], config=config, ranks=ranks)
+        for step, each in minibatches
+    ]
+    return replace(extras, outliers=outliers)
 
 
 def take_steps(
@@ -156,13 +174,15 @@ def take_steps(
             means_ND = None if extras.means is None else extras.means(batch.microbatch)
             if index and old[number] is None:
                 tokens = replace(tokens, old_N=tokens.behavior_N)
+            if extras.outliers is not None:
+                tokens = replace(tokens, outlier_N=extras.outliers[step.minibatch][number])
             logprobs_N = trainer.forward(
                 batch.microbatch,
                 loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient),
             )
             if means_ND is not None:
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
-            before_N = old[number] if index else logprobs_N.detach()
+            before_N = logprobs_N.detach() if not index and old[number] is None else old[number]
             if before_N is not None and index < epoch:
                 tally_mismatch(before_N, tokens, has_same_weights=not step.is_replayed, tally=tally)
                 tally_behavior(before_N, tokens, tally=tally)
@@ -182,9 +202,9 @@ def take_steps(
 
 
 def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
-    """Return the function for the gradient of the loss with respect to each token's log-prob, or None if the loss
-    compares log-probs of different tokens."""
-    if not config.loss.gradient_by_token:
+    """Return the function for the gradient of the loss with respect to each token's log-prob, or None if the loss or an
+    importance correction compares log-probs of different tokens."""
+    if not config.loss.gradient_by_token or any(each.compares_sequences for each in config.corrections):
         return None
 
     def loss_gradient(logprobs_C: Tensor, places_C: Tensor) -> Tensor:

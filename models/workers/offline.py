@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.progress import StepNotes
+from rheostat.infra.variants import implementation_of
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
@@ -36,7 +38,13 @@ from rheostat.models.modeling.critic import TokenValues, critic_from_policy
 from rheostat.models.modeling.logprobs import TokenLogprobs
 from rheostat.models.modeling.policy import load_policy, load_vision
 from rheostat.models.modeling.trials import float32_trials
-from rheostat.models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
+from rheostat.models.objectives.preferences import (
+    PairScores,
+    PairStatistics,
+    PairTerms,
+    PreferenceLossFunction,
+    bradley_terry,
+)
 from rheostat.models.records.media import Gallery, InMemoryImages
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import (
@@ -46,11 +54,10 @@ from rheostat.models.records.work import (
     UserWarmupWork,
     WarmupWork,
 )
-from rheostat.models.text.sequences import SequencePair, policy_pairs, reward_pairs
+from rheostat.models.text.sequences import SequencePair, mismatch_pairs, policy_pairs, reward_pairs
 from rheostat.models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
 from rheostat.models.text.training_rows import enforce_chat_length
 from rheostat.models.training.offline import (
-    PairScores,
     PreferenceTraining,
     TrainingCallbacks,
     TrainingResult,
@@ -153,9 +160,9 @@ class OfflineTrainer:
         return self._fine_tune(work.user, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
-        """Train the policy on preference pairs with DPO, and publish the new version. The policy before training serves
-        as the reference."""
-        directory, dpo_config = fetch_bundle(self._store, work.policy.weights), work.dpo
+        """Train the policy on preference pairs with DPO or another loss, and publish the new version. The policy before
+        training serves as the reference of losses that have one."""
+        directory, objective = fetch_bundle(self._store, work.policy.weights), work.dpo.objective
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
         rules, ends = work.data.text_rules, stated_ends(generation_settings(directory))
 
@@ -163,18 +170,23 @@ class OfflineTrainer:
             drop_long = work.preferences.drops_long_pairs
             return policy_pairs(preferences, tokenizer, context=context, rules=rules, ends=ends, drop_long=drop_long)
 
-        def loss(numbers: PairScores, start: PairScores) -> DpoTerms:
-            return dpo(
-                *numbers,
-                reference_chosen_P=start.chosen_P,
-                reference_rejected_P=start.rejected_P,
-                beta=dpo_config.beta,
-                label_smoothing=dpo_config.label_smoothing,
-            )
+        function = cast(PreferenceLossFunction, implementation_of(objective))
+
+        def loss(scores: PairScores, baseline: PairScores | None, step: PairStatistics) -> PairTerms:
+            return function(scores, baseline, step=step, config=objective)
 
         pairs = _both(work.preferences, work.data, work.seed)
         train, heldout = map(read, pairs)
-        learning = PreferenceTraining(train, heldout, schedule=work.dpo, loss=loss, baseline="start", seed=work.seed)
+        learning = PreferenceTraining(
+            train,
+            heldout,
+            schedule=work.dpo,
+            loss=loss,
+            seed=work.seed,
+            has_baseline=objective.uses_reference,
+            mismatch=partial(mismatch_pairs, context=context) if objective.uses_reference_point else None,
+            extra_metrics=objective.extra_metrics,
+        )
         outcome = self._learn(work.policy, learning, self._logprobs)
         return _with_dropped(outcome, work.preferences, sum(map(len, pairs)) - len(train) - len(heldout))
 
@@ -194,14 +206,12 @@ class OfflineTrainer:
                 drop_long=work.preferences.drops_long_pairs,
             )
 
-        def loss(numbers: PairScores, _: PairScores) -> PairTerms:
-            return bradley_terry(*numbers, centering=work.training.centering)
+        def loss(scores: PairScores, baseline: PairScores | None, step: PairStatistics) -> PairTerms:
+            return bradley_terry(scores, centering=work.training.centering)
 
         pairs = _both(work.preferences, work.data, work.seed)
         train, heldout = map(read, pairs)
-        learning = PreferenceTraining(
-            train, heldout, schedule=work.training, loss=loss, baseline="nothing", seed=work.seed
-        )
+        learning = PreferenceTraining(train, heldout, schedule=work.training, loss=loss, seed=work.seed)
         outcome = self._learn(work.policy, learning, self._rewards)
         return _with_dropped(outcome, work.preferences, sum(map(len, pairs)) - len(train) - len(heldout))
 

@@ -324,7 +324,9 @@ class UpdateWorker:
             reference = models.reference(work.reference, policy=work.policy)
         models.announce_prompts(each for step in steps for batch in step.batches for each in batch.microbatch.inputs)
         timer.end("load")
-        extras = compute_extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
+        extras = compute_extra_logprobs(
+            trainer, steps, config=config, ranks=models.ranks, reference=reference, on_progress=self._on_progress
+        )
         timer.end("logprobs")
         steps_taken = take_steps(
             trainer,

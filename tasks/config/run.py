@@ -252,6 +252,12 @@ class RunConfig(Settings):
         return max(1, slots if self.placement.can_take_turns else slots + 1)
 
     @property
+    def reset_every(self) -> int | None:
+        """Number of iterations between two resets of the reference of the KL penalty. None if there are no resets."""
+        penalties = (self.update.kl_penalty, self.algorithm.reward_kl)
+        return next((penalty.reset_every for penalty in penalties if penalty is not None), None)
+
+    @property
     def revert_alarms(self) -> tuple[Alarm, ...]:
         """Alarms that revert the run to an earlier policy. Results depend on them, but not on the maximum number of
         reverts."""

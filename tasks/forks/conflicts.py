@@ -7,11 +7,13 @@ from typing import Final
 from rheostat.infra.config import changed_keys
 from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.runs import Run
+from rheostat.models.records.versions import policy_of
 from rheostat.tasks.auxiliary import find_stored_teacher
 from rheostat.tasks.config.run import LAYOUT, RunConfig
 from rheostat.tasks.forks.sharing import StoredBundles
 from rheostat.tasks.run.iteration import CarryOver, carry_over_before
 from rheostat.tasks.run.keys import TEACHER, StageKey
+from rheostat.tasks.run.references import reference_iteration
 from rheostat.tasks.run.reverts import critic_after, has_reverted, policy_after
 from rheostat.tasks.run.states import STATES, updates_since_state
 
@@ -35,6 +37,11 @@ _FIXED_BY_STATE: Final = {
 """Settings that a fork cannot change unless it begins at iteration 0, each with the reason."""
 
 
+def fixed_settings(iteration: int) -> Mapping[str, str]:
+    """Return the settings that a fork at an iteration cannot change, each with the reason."""
+    return {**FIXED, **(_FIXED_BY_STATE if iteration else {})}
+
+
 def find_fixed(key: str, fixed: Mapping[str, str] = FIXED) -> str | None:
     """Return a sentence that says why a setting cannot change, or None if it can. `fixed` are reasons by the dotted key
     of a setting or of a table."""
@@ -48,7 +55,7 @@ def find_conflicts(
     """Yield the reasons why a fork cannot share the results of a run up to iteration `number`. `before` and `after` are
     the configurations of the run and of the fork, and `fixed` are the settings that cannot change."""
     changed = [key for key in changed_keys(*run.settings_beside(after)) if key not in LAYOUT]
-    fixed_now = {**fixed, **(_FIXED_BY_STATE if number else {})}
+    fixed_now = {**fixed, **fixed_settings(number)}
     yield from filter(None, (find_fixed(key, fixed_now) for key in changed))
     if (longest := before.rollout.sampling.max_new_tokens) < after.rollout.sampling.max_new_tokens:
         yield (
@@ -135,6 +142,9 @@ def _find_missing_policy(run: Run, number: int, config: RunConfig, stored: Store
     for older in range(max(0, number - config.rollout.staleness), number):
         if not _has_weights(run, older, stored):
             return f"policy {older} is not stored, which rollout.staleness = {config.rollout.staleness} needs"
+    reference = reference_iteration(run, number + 1, config.reset_every)
+    if not stored.has(policy_of(policy_after(run, reference)).weights):
+        return f"policy {reference} is not stored, which is the reference of the KL penalty (reset_every)"
     if config.revert_alarms and number:
         before = number - 1
         if not _has_weights(run, before, stored) or updates_since_state(run, before)[1]:

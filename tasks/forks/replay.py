@@ -8,7 +8,7 @@ from rheostat.infra.config import changed_keys, read_recorded
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.dependencies import Dependencies, dependency_records
 from rheostat.infra.store.runs import MAX_NAME, Run
-from rheostat.models.config.objectives import TruncatedImportance
+from rheostat.models.config.corrections import TruncatedImportance
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.forks.sharing import Sharing

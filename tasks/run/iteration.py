@@ -22,6 +22,7 @@ from rheostat.models.data.curriculum import Cursor, DynamicSamplingState, Part, 
 from rheostat.models.records.work import ScoredShard
 from rheostat.tasks.run.batch import Batch, picture_shards_of
 from rheostat.tasks.run.keys import PROMPTS, StageKey, iteration_key
+from rheostat.tasks.run.references import reference_of
 from rheostat.tasks.run.reverts import critic_after, policy_after, policy_key
 
 
@@ -218,9 +219,18 @@ class Iteration:
         return (*self.prompts.shards[1:], *chain.from_iterable(picture_shards))
 
     @property
-    def initial_policy(self) -> Manifest:
-        """Stored record of the run's initial policy, which is also the reference model."""
-        return self.run.require(StageKey.policy(0))
+    def reference(self) -> Manifest:
+        """Stored record of the reference model of the KL penalty: the initial policy, or the policy of the last
+        reset."""
+        return reference_of(self.run, self.number)
+
+    @property
+    def update_parents(self) -> list[Manifest]:
+        """Stored records from which the update is computed: the policy, the training samples, and the reference if it
+        is another policy and not the initial one."""
+        parents, reference = [self.policy, self.credit], self.reference
+        is_reset = reference.key not in {self.policy.key, StageKey.policy(0)}
+        return [*parents, reference] if is_reset else parents
 
     @property
     def generating_policy_key(self) -> StageKey:

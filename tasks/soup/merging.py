@@ -1,13 +1,13 @@
-"""Merging of policies: weighted sums of the weights of several policies, written as one model directory. Needs no
-Prefect."""
+"""Merging of policies: weighted sums of the weights of several policies, or other merges, written as one model
+directory. Needs no Prefect."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from rheostat.infra.config import Settings
 from rheostat.infra.errors import BadInput
@@ -22,9 +22,28 @@ from rheostat.infra.store.inputs import (
     read_model_path,
     recorded_base,
 )
-from rheostat.models.config.policy import find_weights_conflict
+from rheostat.infra.validation_errors import explain
+from rheostat.models.config.merging import (
+    DareLinearMerge,
+    DareTiesMerge,
+    LinearMerge,
+    MergeMethodConfig,
+    SlerpMerge,
+    TiesMerge,
+)
 from rheostat.models.config.promotion import CardConfig
-from rheostat.models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
+from rheostat.models.records.merges import (
+    MERGE,
+    WEIGHTED_SUM,
+    Adapters,
+    Merge,
+    MergedParent,
+    MergeWork,
+    MethodWithBase,
+    Parent,
+    start_of,
+    start_of_run,
+)
 from rheostat.tasks.promotion.registry import describe_user, timestamp
 from rheostat.tasks.run.hub_inputs import pin_base
 from rheostat.tasks.run.target_sources import rheostat_version
@@ -40,6 +59,11 @@ MERGEKIT: Final = """\
 #   slerp        merge_method: slerp for two models, base_model: the first one, parameters: {t: share of the second one}
 # With ties and dare, weights apply to differences from base_model, which is not listed among the models itself.
 # The result is in float32. Add out_dtype: bfloat16 to round it at the end."""
+METHODS: Final[Mapping[str, type[MergeMethodConfig]]] = {
+    each.model_fields["kind"].default: each
+    for each in (LinearMerge, SlerpMerge, TiesMerge, DareLinearMerge, DareTiesMerge)
+}
+"""Settings class of each merge method, by kind."""
 FACTORS: Final = (
     "--adapters factors is not supported, because the average of the factors A and of the factors B is not the sum of "
     "the adapters: their product also mixes A and B of different adapters. Use 'full', which adds the adapters to "
@@ -48,7 +72,7 @@ FACTORS: Final = (
 
 
 class MergedPolicy(Settings):
-    """Model directory that was written as the weighted sum of several policies."""
+    """Model directory that was written as the merge of several policies."""
 
     path: str
     """Path of the directory, in Hugging Face format."""
@@ -56,15 +80,20 @@ class MergedPolicy(Settings):
     """Merged policies with their weights, and who merged them, as stored in the directory's merge.json."""
 
     def text(self) -> str:
-        """Return the lines that `rheostat merge` prints: the directory, and each merged policy with weight
-        and digest."""
-        parents = (
-            f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}"
-            + (f"  (base model {parent.base})" if parent.base else "")
-            for parent in self.merge.parents
-        )
+        """Return the lines that `rheostat merge` prints: the directory, the method unless it is the weighted sum, and
+        each merged policy with weight and digest."""
+        parents = [_describe_parent(parent) for parent in self.merge.parents]
         kind = "adapter" if self.merge.adapters == "ranks" else "policy"
-        return "\n".join([f"{self.path}: {kind}, the sum of", *(f"  {line}" for line in parents)])
+        if self.merge.is_weighted_sum:
+            return "\n".join([f"{self.path}: {kind}, the sum of", *parents])
+        method = ", ".join(f"{key} {value}" for key, value in self.merge.method.items())
+        base = [] if self.merge.base is None else [f"{_describe_parent(self.merge.base)}  (base of the differences)"]
+        return "\n".join([f"{self.path}: {kind}, the merge ({method}) of", *parents, *base])
+
+
+def _describe_parent(parent: MergedParent) -> str:
+    base = f"  (base model {parent.base})" if parent.base else ""
+    return f"  {parent.weight:+g} × {parent.name}  {parent.digest[:16]}{base}"
 
 
 def merge_policies(
@@ -75,16 +104,17 @@ def merge_policies(
     dtype: Literal["float32", "bfloat16"] | None = None,
     adapters: Literal["full", "ranks", "factors"] = "full",
     unrelated: bool = False,
+    method: MethodWithBase = WEIGHTED_SUM,
 ) -> MergedPolicy:
-    """Merge policies by the weighted sum of their weights, and write the result to a new directory. Each term is
-    `NAME=WEIGHT`, in which NAME is a directory, a run, or a run after an iteration (`RUN@N`).
+    """Merge policies, and write the result to a new directory. Each term is `NAME=WEIGHT`, in which NAME is a
+    directory, a run, or a run after an iteration (`RUN@N`).
 
     Raises BadInput before the directory is created.
     """
     if adapters == "factors":
         raise BadInput(FACTORS)
-    parents = weighted_parents(store, terms)
-    return write_merged(parents, target, dtype=dtype, adapters=adapters, unrelated=unrelated)
+    parents = weighted_parents(store, terms, method)
+    return write_merged(parents, target, dtype=dtype, adapters=adapters, unrelated=unrelated, method=method)
 
 
 def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
@@ -119,13 +149,37 @@ def _mergekit_name(directory: Path) -> str:
     return f"{base.resolve()}+{directory.resolve()}"
 
 
-def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
-    """Resolve `NAME=WEIGHT` terms to policies with weights. Raises BadInput if a policy does not exist or the weights
-    do not sum to 1."""
+def find_method(
+    store: str, kind: str, *, base: str | None = None, options: Mapping[str, JsonValue] = {}
+) -> MethodWithBase:
+    """Return the merge method of a kind. `base` is the name of the base model of its task vectors, written like a
+    policy to merge, and `options` are its other settings. Raises BadInput if a setting is missing, unknown or
+    invalid."""
+    settings_class = METHODS[kind]
+    for name in (*options, *(["base"] if base is not None else [])):
+        if name not in settings_class.model_fields:
+            others = " or ".join(other for other, each in METHODS.items() if name in each.model_fields)
+            raise BadInput(f"merge: --{name} has no meaning with --method {kind}. Remove it, or use --method {others}.")
+    if base is None and "base" in settings_class.model_fields:
+        raise BadInput(
+            f"merge: --method {kind} merges differences from a base model, but there is no --base. Add --base NAME "
+            "with the model from which the policies were trained, such as demo@0."
+        )
+    model = None if base is None else _find_parent(store, base, 1.0)
+    try:
+        settings = settings_class.model_validate({**options, **({} if model is None else {"base": str(model.path)})})
+    except ValidationError as error:
+        raise BadInput(f"merge: --method {kind}: {explain(error, settings_class)}") from error
+    return MethodWithBase(settings, model)
+
+
+def weighted_parents(store: str, terms: Sequence[str], method: MethodWithBase = WEIGHTED_SUM) -> tuple[Parent, ...]:
+    """Resolve `NAME=WEIGHT` terms to policies with weights. Raises BadInput if a policy does not exist or the method
+    does not allow the weights."""
     weighed = [_parse_term(term) for term in terms]
     if not weighed:
         raise BadInput(f"merge needs at least one policy with its weight, {EXAMPLE}.")
-    if (reason := find_weights_conflict([weight for _, weight in weighed])) is not None:
+    if (reason := method.settings.find_weights_conflict([weight for _, weight in weighed])) is not None:
         raise BadInput(f"merge: {reason}")
     return tuple(_find_parent(store, name, weight) for name, weight in weighed)
 
@@ -137,12 +191,14 @@ def write_merged(
     dtype: Literal["float32", "bfloat16"] | None = None,
     adapters: Adapters = "full",
     unrelated: bool = False,
+    method: MethodWithBase = WEIGHTED_SUM,
     soup: JsonValue = None,
 ) -> MergedPolicy:
-    """Write the weighted sum of policies to a new directory, with merge.json and a model card. The directory appears
-    only when it is complete."""
+    """Write the merge of policies to a new directory, with merge.json and a model card. The directory appears only when
+    it is complete."""
     with new_directory(target) as directory:
-        write_in_process(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
+        work = MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated, method=method)
+        write_in_process(work)
         recorded = Merge.model_validate_json((directory / MERGE).read_text())
         merge = recorded.model_copy(
             update={"who": describe_user(), "when": timestamp(), "version": rheostat_version(), "soup": soup}

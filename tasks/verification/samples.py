@@ -58,8 +58,8 @@ def check_samples(iteration: Iteration) -> Iterator[str]:
             yield f"{credit.key}: sample {sample} of prompt {prompt} was started by policy {old}, which is too old"
         if prompt in waiting:
             yield f"{credit.key}: sample {sample} of prompt {prompt} is trained on and passed to the next iteration"
-    if iteration.update.parents != (iteration.policy.digest, credit.digest):
-        yield f"{iteration.update.key}: the parents are not the iteration's policy and credit"
+    if iteration.update.parents != tuple(parent.digest for parent in iteration.update_parents):
+        yield f"{iteration.update.key}: the parents are not the iteration's policy, credit and reset reference"
 
 
 def check_credit(iteration: Iteration) -> Iterator[str]:

@@ -39,8 +39,13 @@ def model_card(
 
 def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
     """Return the text of the model card of a policy that was merged from other policies."""
-    lines = [f"# {title}\n", "The weighted sum of these policies, tensor by tensor.\n", "## Parents\n"]
+    kind = "weighted sum" if merge.is_weighted_sum else f"merge (`{merge.method['kind']}`)"
+    lines = [f"# {title}\n", f"The {kind} of these policies, tensor by tensor.\n", "## Parents\n"]
     lines += [f"- {parent.weight:g} × {shorten_path(parent.name)}: `{parent.digest}`" for parent in merge.parents]
+    if merge.base is not None:
+        lines += [f"- base model {shorten_path(merge.base.name)}: `{merge.base.digest}`"]
+    if not merge.is_weighted_sum:
+        lines += ["\n## Method\n", *_setting_lines(merge.method, "")]
     if merge.soup is not None:
         lines += ["\n## Soup\n", *_setting_lines(merge.soup, "")]
     return _front_matter(card, "merge") + "\n".join(

@@ -97,13 +97,13 @@ SYMPTOMS: Final = (
     Symptom(
         "update/kl",
         1.0,
-        "The policy is {:.2g} nats per token away from the initial policy. Raise update.kl.coefficient, or lower "
+        "The policy is {:.2g} nats per token away from the reference. Raise update.kl.coefficient, or lower "
         "update.learning_rate.",
     ),
     Symptom(
         "credit/kl",
         1.0,
-        "The policy is {:.2g} nats per token away from the initial policy. Raise algorithm.kl.coefficient, or lower "
+        "The policy is {:.2g} nats per token away from the reference. Raise algorithm.kl.coefficient, or lower "
         "update.learning_rate.",
     ),
     Symptom(

@@ -187,15 +187,20 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
     if sealed != [f"it-{number:04d}" for number in range(1, len(sealed) + 1)]:
         yield f"sealed iterations have a gap: {sealed}"
     whole = not any("/wave-" in key for key in manifests)
-    lag = json.loads((run / "run.json").read_text())["config"]["rollout"].get("staleness", 0)
+    config = json.loads((run / "run.json").read_text())["config"]
+    lag = config["rollout"].get("staleness", 0)
+    every = config["update"].get("kl", {}).get("reset_every", len(sealed) + 1)
     for number, part in enumerate(sealed, start=1):
         before, behaviour = (
             manifests["policy/initial" if version <= 0 else policy_key(manifests, version)]
             for version in (number - 1, number - 1 - lag)
         )
         credit, update = manifests[f"{part}/credit"], manifests[f"{part}/update"]
-        if update["parents"] != [before["digest"], credit["digest"]]:
-            yield f"{part}/update: not made from the policy before it and the iteration's credit"
+        expected = [before["digest"], credit["digest"]]
+        if 0 < (reset := number - 1 - (number - 1) % every) < number - 1:
+            expected.append(manifests[policy_key(manifests, reset)]["digest"])
+        if update["parents"] != expected:
+            yield f"{part}/update: not made from the policy before it, the iteration's credit and the reset reference"
         if not whole or part.startswith(tuple(below.rstrip("/") for below in given_up(manifests))):
             continue
         generated: Counter[tuple[int, int]] = Counter()

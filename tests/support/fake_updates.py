@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForSequenceClassification
 
-from rheostat.models.config.objectives import KlPenalty, MaskedImportance, TruncatedImportance, UpdateConfig
+from rheostat.models.config.corrections import MaskedImportance, TruncatedImportance
+from rheostat.models.config.objectives import KlPenalty, UpdateConfig
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
@@ -150,6 +151,7 @@ SOUND: dict[str, Callable[[], None]] = {
     "text, adapters": text_update(module={"adapters": True, "chunk_elements": CHUNK}),
     "text, Muon": text_update(optimizer={"kind": "muon"}),
     "text, masked importance": text_update(correction=MaskedImportance(low=0.5, high=2.0)),
+    "text, masked completions": text_update(correction=MaskedImportance(low=0.5, high=2.0, level="sequence", veto=0.1)),
     "text, correction of stale tokens": text_update(stale_correction=TruncatedImportance(cap=1.5)),
     "text, loss of routers": text_update("mixture", router_loss=0.01),
     **{

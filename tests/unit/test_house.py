@@ -16,11 +16,12 @@ import pytest
 from rheostat.infra.trackers.config import Tracker
 from rheostat.infra.variants import Variant
 from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.corrections import Correction
 from rheostat.models.config.data import DataSource
 from rheostat.models.config.denoising import Sampler
 from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.judges import ServedModel
-from rheostat.models.config.objectives import Correction, PolicyLoss
+from rheostat.models.config.objectives import PolicyLoss
 from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.preferences import Preferences
 from rheostat.models.config.reward_terms import RewardTerm

@@ -11,11 +11,12 @@ from rheostat.infra.store import bundles
 from rheostat.infra.store.bundles import describe_stored_files, fetch_bundle, publish_bundle, verify_bundle
 from rheostat.infra.store.shards import write_shard
 from rheostat.infra.store.storage import open_store
+from rheostat.models.config.corrections import NoCorrection
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.engines import DiffusersEngine
 from rheostat.models.config.lora import LoraConfig
-from rheostat.models.config.objectives import NoCorrection, PpoClip, UpdateConfig
+from rheostat.models.config.objectives import PpoClip, UpdateConfig
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs

@@ -5,22 +5,17 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from rheostat.models.config.corrections import MaskedImportance, NoCorrection, SecondMoment, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import (
-    ConstantMean,
-    MaskedImportance,
-    NoCorrection,
-    SequenceMean,
-    TokenMean,
-    TruncatedImportance,
-    UpdateConfig,
-)
+from rheostat.models.config.objectives import ConstantMean, SequenceMean, TokenMean, UpdateConfig
 from tests.support.losses import LOSSES, NAMES
 from tests.support.processes import preload
 from tests.support.update_workers import (
     Job,
     change,
+    distance,
     gradients,
+    load_trained,
     run_on_ranks,
     start_worker,
     update_work,
@@ -76,3 +71,34 @@ def test_importance_weights_compare_with_the_policy_before_the_first_step(uri, p
         for quantity in ("weight_mean", "truncated", "masked"):
             assert three[f"importance_{quantity}"] == pytest.approx(one[f"importance_{quantity}"], rel=1e-5), name
         assert one[f"importance_{correction.kind}"] > 0.1
+
+
+COMPARING = {
+    "completions": {"correction": MaskedImportance(low=0.3, high=2, level="sequence"), "stale_correction": None},
+    "stale completions": {
+        "correction": NoCorrection(),
+        "stale_correction": MaskedImportance(low=0.92, high=1.1, level="geometric"),
+    },
+    "second moment": {"correction": SecondMoment(max_moment=0.02), "stale_correction": None, "epochs": 2},
+    "stale second moment": {
+        "correction": SecondMoment(max_moment=0.015),
+        "stale_correction": SecondMoment(max_moment=0.01),
+    },
+}
+"""Corrections with which the weight of a token depends on other tokens."""
+
+
+@pytest.mark.system
+def test_corrections_that_compare_tokens_do_not_depend_on_ranks_slices_and_micro_batches(uri, policy):
+    work = update_work(uri, policy, **SAMPLES)
+    configs = {name: change(BASE, minibatches=2, **settings) for name, settings in COMPARING.items()}
+    jobs = {name: Job(change(config, microbatch_tokens=90), [work]) for name, config in configs.items()}
+    jobs |= {f"{name} in slices": Job(change(job.config, sequence_parallel=2), [work]) for name, job in jobs.items()}
+    outcomes = run_on_ranks(uri, jobs)
+    for name, config in configs.items():
+        alone = start_worker(uri, change(config, microbatch_tokens=9999)).update(work)
+        assert 0.05 < alone.metrics["importance_masked"] < 0.95, name
+        for found in (outcomes[name][0], outcomes[f"{name} in slices"][0]):
+            assert found.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6), name
+            moved = distance(load_trained(uri, alone.model), load_trained(uri, found.model))
+            assert moved < 1e-3 * distance(load_trained(uri, alone.model), load_trained(uri, policy)), name

@@ -1,6 +1,8 @@
 """Losses of episodes, whose observations are not trained on: the gradients equal those that TRL's code computes."""
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,12 +12,23 @@ from transformers import AutoModelForCausalLM
 
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.storage import open_store
+from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import NoKl
-from rheostat.models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, PpoClip, SequenceMean, TokenMean
+from rheostat.models.config.objectives import (
+    Cispo,
+    ConstantMean,
+    Gspo,
+    PpoClip,
+    SequenceMean,
+    TokenMean,
+)
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import UpdateWork
 from rheostat.models.text.tokenizer import load_tokenizer
 from tests.support.update_workers import UNCLIPPED, change, gradients, read_rows, start_worker, update_work, with_rows
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns
 
@@ -46,8 +59,8 @@ def mask_observations(uri: str, policy: ModelVersion) -> UpdateWork:
     return with_rows(uri, work, rows)
 
 
-def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
-    """Return the gradients that `GRPOTrainer` computes for the same tokens, with its padding and its tool mask."""
+def trl_trainer(directory: Path, rows: list[dict], out: Path, **settings: object) -> "GRPOTrainer":
+    """Return a `GRPOTrainer` of a policy, and add to the rows the columns that it reads."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -65,15 +78,26 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.eval()  # without dropout, as ours; what differs otherwise is accumulation, of which there is none
-
-    def padded(name: str, side: str = "right") -> torch.Tensor:
-        return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_side=side)
-
     for row in rows:
         split = row["num_prompt_tokens"]
         row |= {"prompt": row["tokens"][:split], "completion": row["tokens"][split:]}
         row |= {"tools": [int(each >= 0) for each in row["staleness"]]}
         row |= {"read": [1] * split, "written": [1] * len(row["completion"])}
+    return trainer
+
+
+def pad_rows(rows: list[dict], name: str, side: str = "right") -> torch.Tensor:
+    return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_side=side)
+
+
+def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> np.ndarray:
+    loss.backward()
+    return np.concatenate([each.grad.numpy().ravel() for each in model.parameters()])
+
+
+def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
+    """Return the gradients that `GRPOTrainer` computes for the same tokens, with its padding and its tool mask."""
+    trainer, padded = trl_trainer(directory, rows, out, **settings), partial(pad_rows, rows)
     mask, tools = padded("written"), padded("tools")
     loss = trainer._compute_loss(
         trainer.model,
@@ -88,8 +112,7 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
             "num_items_in_batch": (mask * tools).sum(),
         },
     )
-    loss.backward()
-    return np.concatenate([each.grad.numpy().ravel() for each in model.parameters()])
+    return gradients_of(trainer.model, loss)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,6 +122,44 @@ def test_the_gradient_of_episodes_is_that_of_trl_with_its_tool_mask(uri, policy,
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
     expected = trl_gradients(directory, read_rows(uri, work), tmp_path / "trl", **settings)
     assert np.abs(expected).max() > 1e-3
+    for tokens in (9999, 90):  # one micro-batch, or many
+        outcome = start_worker(uri, change(config, microbatch_tokens=tokens)).update(work)
+        np.testing.assert_allclose(gradients(uri, outcome), expected, atol=1e-6)
+
+
+def trl_corrected_gradients(directory: Path, rows: list[dict], out: Path, mode: str, low: float, high: float):
+    """Return the gradients and the importance ratios (samples x completion tokens, or x 1) that TRL computes from the
+    log-probs of its model and the recorded log-probs, as if vLLM had returned these completions."""
+    trainer, padded = trl_trainer(directory, rows, out, loss_type="dapo"), partial(pad_rows, rows)
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+    trainer.vllm_importance_sampling_mode = mode
+    trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max = low, high
+    trainer._calculate_rewards = lambda inputs, *_: torch.zeros(len(inputs), 1)
+    generated = [[row[name] for row in rows] for name in ("prompt", "completion", "tools", "completion", "logprobs")]
+    trainer._generate = lambda prompts: (*generated, {}, None, None)
+    batch = trainer._generate_and_score_completions([{"prompt": "-"}] * len(rows))
+    loss = trainer._compute_loss(trainer.model, batch | {"advantages": padded("advantages")})
+    return gradients_of(trainer.model, loss), batch["importance_sampling_ratio"]
+
+
+MIN_RATIO, MAX_RATIO = 0.8, 1.1
+CORRECTIONS = {
+    "token_truncate": (TruncatedImportance(cap=MAX_RATIO), None),
+    "token_mask": (MaskedImportance(low=MIN_RATIO, high=MAX_RATIO), MIN_RATIO),
+    "sequence_truncate": (TruncatedImportance(cap=MAX_RATIO, level="sequence"), None),
+    "sequence_mask": (MaskedImportance(low=MIN_RATIO, high=MAX_RATIO, level="sequence"), MIN_RATIO),
+}
+"""Our correction and TRL's lower bound by TRL's `vllm_importance_sampling_mode`."""
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_the_gradient_with_an_importance_correction_is_that_of_trl(uri, policy, tmp_path, mode):
+    correction, low = CORRECTIONS[mode]
+    work, config = mask_observations(uri, policy), change(UNCLIPPED, correction=correction, kl=NoKl())
+    directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
+    expected, ratios = trl_corrected_gradients(directory, read_rows(uri, work), tmp_path / "trl", mode, low, MAX_RATIO)
+    bounded = ratios == (MAX_RATIO if low is None else 0)
+    assert 0.03 < float(bounded.float().mean()) < 0.9, "the bound has an effect on some of them"
     for tokens in (9999, 90):  # one micro-batch, or many
         outcome = start_worker(uri, change(config, microbatch_tokens=tokens)).update(work)
         np.testing.assert_allclose(gradients(uri, outcome), expected, atol=1e-6)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy.special import expit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rheostat.infra.errors import Quarantined
@@ -13,7 +14,8 @@ from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.judges import TrainedRewardModel
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.preferences import AnswerPreferences
+from rheostat.models.config.preference_losses import CpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from rheostat.models.config.preferences import AnswerPreferences, FilePreferences
 from rheostat.models.config.training import DpoConfig, WarmupConfig
 from rheostat.models.data.preferences import load_preferences
 from rheostat.models.modeling.reward_model import load_reward_model, score
@@ -21,6 +23,7 @@ from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import PreferenceWork, RewardModelWork, WarmupWork
 from rheostat.models.text.sequences import encode, policy_pairs
 from rheostat.models.text.tokenizer import load_tokenizer
+from rheostat.models.training.trainer import Trainer
 from tests.support import update_workers
 from tests.support.processes import preload
 from tests.support.training import DATA
@@ -56,8 +59,22 @@ def reward_work(
     )
 
 
+LOSSES = {
+    "ipo": IpoLoss(),
+    "simpo": SimpoLoss(),
+    "cpo": CpoLoss(),
+    "orpo": OrpoLoss(weight=1.0),
+    "kto": KtoLoss(desirable_weight=1.2),
+}
+
+
+def loss_work(policy: ModelVersion, kind: str, **changes) -> PreferenceWork:
+    return dpo_work(policy, change(DPO, loss=LOSSES[kind], **changes))
+
+
 def works_of(policy: ModelVersion) -> dict[str, PreferenceWork | RewardModelWork]:
-    return {"dpo": dpo_work(policy), "rewards": reward_work(policy)}
+    losses = {kind: loss_work(policy, kind) for kind in LOSSES}
+    return {"dpo": dpo_work(policy), "rewards": reward_work(policy), **losses}
 
 
 def learn(uri: str, policy: ModelVersion, kind: str, **changes) -> Outcome:
@@ -84,7 +101,7 @@ def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, k
 
 
 @pytest.mark.thorough_after(1)
-@pytest.mark.parametrize("kind", ["dpo", "rewards"])
+@pytest.mark.parametrize("kind", ["kto", "dpo", "rewards", "cpo", "orpo", "simpo", "ipo"])
 def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, policy, kind):
     small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
     assert_alike(uri, small, large)
@@ -93,7 +110,8 @@ def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, poli
 @pytest.mark.system
 def test_two_ranks_train_the_same_weights_as_one_rank(uri, policy):
     kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"zero_stage": 3}, {"sequence_parallel": 2}]
-    configs, works = [change(CONFIG, **kind) for kind in kinds], works_of(policy)
+    configs = [change(CONFIG, **kind) for kind in kinds]
+    works = {kind: work for kind, work in works_of(policy).items() if kind in ("dpo", "rewards", "cpo", "kto")}
     jobs = {f"{kind} {number}": Job(config, [works[kind]]) for kind in works for number, config in enumerate(configs)}
     jobs["one pair"] = Job(CONFIG, [reward_work(policy, change(TRAINING, steps=2, batch_size=1))])
     found = run_on_ranks(uri, jobs)
@@ -158,6 +176,91 @@ def test_the_margin_of_held_out_pairs_is_that_of_both_policies_in_plain_transfor
     assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
     right = sum(margin > 0 for margin in margins) / len(margins)
     assert right == pytest.approx(outcome.metrics["heldout_accuracy"])
+
+
+@pytest.mark.parametrize("kind", ["kto", pytest.param("ipo", marks=pytest.mark.thorough)])
+def test_the_held_out_metrics_of_losses_with_a_reference_are_those_of_both_policies_in_plain_transformers(
+    uri, policy, kind
+):
+    outcome = perform(start_worker(uri, CONFIG), loss_work(policy, kind))
+    paths = [fetch_bundle(open_store(f"{uri}/run"), policy.weights), fetch_part(uri, outcome, "weights")]
+    start, end = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths)
+    tokenizer, pairs = tokenizer_of(uri, policy), load_preferences(PREFERENCES, DATA, split="heldout", seed=3)
+
+    def log_ratio(prompt: str, completion: str) -> float:
+        return completion_logprob(end, tokenizer, prompt, completion) - completion_logprob(
+            start, tokenizer, prompt, completion
+        )
+
+    ratios = [[log_ratio(pair.prompt, text) for text in (pair.chosen, pair.rejected)] for pair in pairs]
+    if kind == "ipo":
+        lengths = [[len(tokenizer(text)["input_ids"]) + 1 for text in (pair.chosen, pair.rejected)] for pair in pairs]
+        margins = [r[0] / n[0] - r[1] / n[1] for r, n in zip(ratios, lengths, strict=True)]
+        losses = [(margin - 5) ** 2 for margin in margins]
+    else:
+        others = zip(pairs, [*pairs[1:], pairs[0]], strict=True)
+        mismatched = [log_ratio(pair.prompt, text) for pair, other in others for text in (other.chosen, other.rejected)]
+        point = max(0.0, sum(mismatched) / len(mismatched))
+        assert outcome.metrics["heldout_reference_point"] == pytest.approx(point, abs=1e-4)
+        margins = [0.1 * (chosen - rejected) for chosen, rejected in ratios]
+        values = [(expit(0.1 * (chosen - point)), expit(0.1 * (point - rejected))) for chosen, rejected in ratios]
+        losses = [(1.2 * (1 - desirable) + 1 - undesirable) / 2 for desirable, undesirable in values]
+    assert abs(sum(margins)) > 1e-3
+    assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
+    assert sum(losses) / len(losses) == pytest.approx(outcome.metrics["heldout_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("simpo", 7),  # six steps and the held-out pairs
+        pytest.param("orpo", 7, marks=pytest.mark.thorough),
+        pytest.param("cpo", 7, marks=pytest.mark.thorough),
+        pytest.param("ipo", 14, marks=pytest.mark.thorough),  # also log-probs of the reference for all of them
+        ("kto", 28),  # also the same for prompts with completions of other prompts
+    ],
+)
+def test_losses_without_a_reference_run_no_forward_passes_for_it(uri, policy, kind, expected, monkeypatch):
+    passes = []
+    forward = Trainer.forward
+    monkeypatch.setattr(Trainer, "forward", lambda *given, **named: passes.append(1) or forward(*given, **named))
+    perform(start_worker(uri, change(CONFIG, microbatch_tokens=99_999)), loss_work(policy, kind))
+    assert len(passes) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [("kto", {"reference_point"}), ("orpo", {"nll"}), ("simpo", set())],
+)
+def test_training_with_any_loss_raises_the_accuracy_on_held_out_pairs(uri, policy, kind, extra):
+    outcome = start_worker(uri, ROOMY).prefer(loss_work(policy, kind, steps=100, learning_rate=5e-3))
+    common = {"loss_first", "loss_last", "accuracy", "margin", "heldout_loss", "heldout_accuracy", "heldout_margin"}
+    counts = {"steps", "samples", "pairs", "heldout_pairs"}
+    assert {*outcome.metrics} == common | counts | extra | {f"heldout_{name}" for name in extra}
+    assert outcome.metrics["heldout_accuracy"] > 0.7
+    assert outcome.metrics["loss_last"] < outcome.metrics["loss_first"]
+
+
+def write_pairs(path: Path) -> FilePreferences:
+    """Write preference pairs with completions of different lengths, and return the settings that read the pairs."""
+    rows = [
+        {"prompt": f"{row}+1=", "chosen": "1" * (1 + row % 7), "rejected": "2" * (1 + row % 5)} for row in range(40)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return FilePreferences(path=path, heldout_fraction=0.4)
+
+
+def test_the_cross_entropy_of_cpo_is_the_mean_over_all_chosen_tokens_in_plain_transformers(uri, policy, tmp_path):
+    preferences = write_pairs(tmp_path / "pairs.jsonl")
+    work = dpo_work(policy, change(DPO, loss=LOSSES["cpo"]), preferences)
+    outcome, other = (perform(start_worker(uri, change(CONFIG, microbatch_tokens=size)), work) for size in (99_999, 1))
+    assert_alike(uri, outcome, other)
+    model = AutoModelForCausalLM.from_pretrained(fetch_part(uri, outcome, "weights")).eval()
+    tokenizer, pairs = tokenizer_of(uri, policy), load_preferences(preferences, DATA, split="heldout", seed=3)
+    lengths = [len(tokenizer(pair.chosen)["input_ids"]) + 1 for pair in pairs]
+    assert len({*lengths}) > 3
+    total = sum(completion_logprob(model, tokenizer, pair.prompt, pair.chosen) for pair in pairs)
+    assert outcome.metrics["heldout_nll"] == pytest.approx(-total / sum(lengths), abs=1e-4)
 
 
 def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[float], list[float]]:

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from rheostat.models.algorithms.shaping import divergence
+from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.objectives import (
     Cispo,
     Gspo,
     LossConfig,
-    MaskedImportance,
-    NoCorrection,
     PolicyGradient,
     PpoClip,
-    TruncatedImportance,
     UpdateConfig,
 )
 from rheostat.models.objectives.importance import correct, mismatch
@@ -28,7 +26,12 @@ from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, pass_tok
 
 MAX_RATIO = 485165195.40979028
 """e^20, from a table of exponentials."""
-CORRECTIONS = [NoCorrection(), TruncatedImportance(cap=2.0), MaskedImportance(low=0.5, high=2.0)]
+CORRECTIONS = [
+    NoCorrection(),
+    TruncatedImportance(cap=2.0),
+    MaskedImportance(low=0.5, high=2.0),
+    TruncatedImportance(cap=2.0, level="sequence"),
+]
 HUGE = [1000.0, -1000.0]
 
 
@@ -46,7 +49,7 @@ def to_single_precision(tokens: LossInputs) -> LossInputs:
     return replace(tokens, **{name: value.float() for name, value in doubled.items()})
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda correction: correction.kind)
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda each: f"{each.kind}_{getattr(each, 'level', '')}")
 @pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
 @pytest.mark.parametrize("moved", ["policy", "behaviour", "reference"])
 def test_a_huge_ratio_of_a_token_without_advantage_or_weight_leaves_everything_finite(correction, loss, moved):
@@ -104,13 +107,14 @@ def test_the_ratio_of_a_sequence_is_bounded_as_a_whole_and_not_per_token():
 
 
 def test_weights_and_metrics_of_a_log_ratio_of_1000_are_those_of_20():
-    zero_N, fresh_N = doubles([0.0, 0.0]), torch.zeros(2, dtype=torch.int16)
+    zero_N = doubles([0.0, 0.0])
     found = mismatch(doubles(HUGE), zero_N)
     assert found.difference_N.tolist() == [1000, 1000]  # not bounded, because it is not exponentiated
     assert found.weight_N.tolist() == pytest.approx([MAX_RATIO, 1 / MAX_RATIO])
     assert found.kl_N.tolist() == pytest.approx([MAX_RATIO - 1 - 20, 1 / MAX_RATIO - 1 + 20])
     config = UpdateConfig(correction=TruncatedImportance(cap=1e12))
-    corrected = correct(doubles(HUGE), zero_N, staleness_N=fresh_N, config=config)
+    tokens = pass_tokens([2], behaviour=[0.0, 0.0], advantages=[0.0, 0.0])
+    corrected = correct(doubles(HUGE), tokens, config=config)
     assert corrected.weight_N.tolist() == pytest.approx([MAX_RATIO, 1 / MAX_RATIO])
 
 

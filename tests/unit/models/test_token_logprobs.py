@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
 from rheostat.infra.errors import BadInput
+from rheostat.models.config.corrections import TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import TruncatedImportance, UpdateConfig, chunk_elements_of
+from rheostat.models.config.objectives import UpdateConfig, chunk_elements_of
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.head import HeadSettings as Head
 from rheostat.models.modeling.logit_shapes import LogitShape
@@ -63,9 +64,12 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other_gradient():
     torch.testing.assert_close(frozen_gradients, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
-def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the_same_gradients(loss, monkeypatch):
-    config = UpdateConfig(loss=loss, kl=KlPenalty(), correction=TruncatedImportance(cap=1.05))
+def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the_same_gradients(
+    loss, level, monkeypatch
+):
+    config = UpdateConfig(loss=loss, kl=KlPenalty(), correction=TruncatedImportance(cap=1.05, level=level))
     model, generator = build(), torch.Generator().manual_seed(0)
     module, read = TokenLogprobs(model, temperature=0.7, chunk_elements=CHUNK), build_input()
     before_N = module(read).detach()
@@ -85,7 +89,7 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
         update_loss(logprobs_N, tokens, config=config, kl_coefficient=0.1, tally=MetricSums()).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         assert len(calls) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
-    assert (loss_gradient is None) == (loss.kind == "gspo")
+    assert (loss_gradient is None) == (loss.kind == "gspo" or level == "sequence")
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
 
 

@@ -10,22 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import (
-    Gspo,
-    MaskedImportance,
-    NoCorrection,
-    PolicyGradient,
-    PpoClip,
-    TruncatedImportance,
-    UpdateConfig,
-)
+from rheostat.models.config.objectives import Gspo, PolicyGradient, PpoClip, UpdateConfig
 from rheostat.models.objectives.importance import correct, needs_old
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
 from rheostat.models.objectives.losses import summarize_behavior, tally_behavior, tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, move_policy, pass_tokens, random_tokens
 
 TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5, high=2.0), NoCorrection()
+SEQUENCES = (
+    TruncatedImportance(cap=1.2, level="sequence"),
+    MaskedImportance(low=0.8, high=1.1, level="geometric"),
+    MaskedImportance(low=0.5, high=2.0, veto=0.7),
+)
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any)
 
 
@@ -46,12 +44,8 @@ def test_corrections_weigh_tokens_by_the_ratio_of_the_trainer_to_the_generating_
 ):
     # The trainer finds the tokens 3, 1/4 and 1.2 times as likely as what generated them.
     old_N = torch.tensor([0.6, 0.05, 0.24]).log().double().requires_grad_()
-    found = correct(
-        old_N,
-        torch.full((3,), math.log(0.2)).double(),
-        staleness_N=torch.zeros(3, dtype=torch.int16),
-        config=UpdateConfig(correction=correction),
-    )
+    tokens = pass_tokens([3], behaviour=[math.log(0.2)] * 3, advantages=[1.0] * 3)
+    found = correct(old_N, tokens, config=UpdateConfig(correction=correction))
     assert found.weight_N.tolist() == pytest.approx(weights)
     assert (found.truncated_N.sum(), found.masked_N.sum()) == (truncated, masked)
     assert not found.weight_N.requires_grad
@@ -174,7 +168,7 @@ def test_tokens_without_weight_have_neither_loss_nor_penalty_and_count_in_no_met
 @pytest.mark.parametrize("field", ["behavior_N", "advantages_N", "old_N", "reference_N"])
 @pytest.mark.parametrize("config", LOSSES, ids=NAMES)
 def test_values_that_are_not_finite_are_counted_for_any_weight(config, field):
-    for correction in (TRUNCATED, MASKED):
+    for correction in (TRUNCATED, MASKED, *SEQUENCES):
         tokens = random_tokens([3, 2], seed=0)
         logprobs_N = move_policy(tokens, seed=0)
         getattr(tokens, field)[1] = math.nan
@@ -182,7 +176,7 @@ def test_values_that_are_not_finite_are_counted_for_any_weight(config, field):
         assert evaluate_loss(logprobs_N, tokens, update, kl=0.1)[2]["not_finite"] >= 1
 
 
-@pytest.mark.parametrize("correction", [TRUNCATED, MASKED, NONE])
+@pytest.mark.parametrize("correction", [TRUNCATED, MASKED, NONE, *SEQUENCES])
 @pytest.mark.parametrize("stale", [None, TRUNCATED, MASKED])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_gradient_of_the_whole_loss_is_that_of_finite_differences(correction, stale, kind):
@@ -199,8 +193,8 @@ def test_the_gradient_of_the_whole_loss_is_that_of_finite_differences(correction
 CONFIGS = st.builds(
     UpdateConfig,
     loss=st.sampled_from(LOSSES),
-    correction=st.sampled_from([TRUNCATED, MASKED, NONE]),
-    stale_correction=st.sampled_from([None, TRUNCATED, MASKED, NONE]),
+    correction=st.sampled_from([TRUNCATED, MASKED, NONE, *SEQUENCES]),
+    stale_correction=st.sampled_from([None, TRUNCATED, MASKED, NONE, *SEQUENCES]),
     kl=st.just(KlPenalty(kind="k2")),
 )
 

@@ -50,6 +50,8 @@ DIFFUSION = (
         ("update.stale_correction.kind=masked", KEEP),
         ("update.stale_correction.kind=masked", "rollout.partial.tokens=8"),
         ("update.stale_correction.kind=masked", "rollout.staleness=1", "retention.keep_last=3"),
+        ("update.stale_correction.kind=second_moment", "rollout.staleness=1", "retention.keep_last=3"),
+        ("update.correction={kind='truncated',level='sequence'}", "update.loss.kind=gspo"),
         (WEIGHTLESS, "iterations=0"),
         (CAPO, LOW_OUTCOME, "algorithm.allow_low_outcome=true"),
         ("algorithm.kind=grpo", ENDPOINT),

@@ -38,8 +38,8 @@ def test_a_good_iteration_and_an_iteration_without_episodes_give_no_warnings():
         (WAITED, 0.62, "idle for 62% of the time"),
         ("credit/truncated_fraction", 0.78, "78% of the completions were cut off at rollout.sampling.max_new_tokens"),
         ("update/kl_old", 5.04, "moved the policy 5 nats per token away"),
-        ("update/kl", 3.0, "3 nats per token away from the initial policy. Raise update.kl.coefficient"),
-        ("credit/kl", 3.0, "3 nats per token away from the initial policy. Raise algorithm.kl.coefficient"),
+        ("update/kl", 3.0, "3 nats per token away from the reference. Raise update.kl.coefficient"),
+        ("credit/kl", 3.0, "3 nats per token away from the reference. Raise algorithm.kl.coefficient"),
         ("update/mismatch_difference_mean", 0.35, "differ by 0.35 nats per token"),
     ],
 )

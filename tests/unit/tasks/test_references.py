@@ -1,0 +1,99 @@
+"""Reference model of each iteration, and the retention of its weights."""
+
+import pytest
+
+from rheostat.infra.pools.threads import ThreadCluster
+from rheostat.infra.store.manifests import Manifest
+from rheostat.infra.store.runs import create_run
+from rheostat.tasks.commit import retire_policies
+from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.references import recorded_reset_every, reference_iteration
+from rheostat.tasks.run.reverts import policy_after, revert_key
+from tests.support.configurations import accepted
+from tests.support.versions import commit_version, stored_bundles
+
+PENALTY = {"kind": "k3", "reset_every": 3}
+
+
+def make_run(path, **config):
+    return create_run(str(path), "r", {"seed": 1, **config})
+
+
+@pytest.mark.parametrize(
+    ("config", "every"),
+    [
+        ({"update": {"kl": PENALTY}}, 3),
+        ({"algorithm": {"kind": "grpo", "kl": PENALTY}}, 3),
+        ({"algorithm": {"kind": "target", "target": "a:B", "options": {"kl": PENALTY}}}, 3),
+        ({"update": {"kl": {"kind": "k3"}}, "algorithm": {"kind": "grpo"}}, None),
+        ({}, None),
+    ],
+)
+def test_the_interval_of_resets_is_read_from_the_recorded_penalty(tmp_path, config, every):
+    assert recorded_reset_every(make_run(tmp_path, **config), 1) == every
+
+
+def test_the_reference_is_the_policy_after_the_last_multiple_of_the_interval(tmp_path):
+    run = make_run(tmp_path)
+    for every, expected in ((None, [0] * 7), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 0, 0, 3, 3, 3, 6]), (9, [0] * 7)):
+        assert [reference_iteration(run, number, every) for number in range(1, 8)] == expected
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Locked run whose alarms may revert it, and whose reference is reset after every third iteration."""
+    new_run = make_run(tmp_path, update={"kl": PENALTY}, alarms=[{"kind": "kl", "action": "return"}])
+    with new_run.lock():
+        yield new_run
+
+
+def commit_revert(run, number, to):
+    detail = {"to": to, "version": number}
+    run.commit(Manifest(key=revert_key(number), bundles=policy_after(run, to).bundles, detail=detail))
+
+
+def test_a_revert_to_a_policy_before_the_reset_replaces_the_reference(run):
+    for version in range(5):
+        commit_version(run, version, weights=version)
+    commit_revert(run, 4, to=2)
+    for version in range(5, 9):
+        commit_version(run, version, weights=version)
+    assert [reference_iteration(run, number, 3) for number in range(1, 10)] == [0, 0, 0, 3, 4, 4, 6, 6, 6]
+    assert Iteration(run, 5).reference.bundles == policy_after(run, 2).bundles
+    commit_revert(run, 8, to=6)
+    assert reference_iteration(run, 9, 3) == 6, "the restored policy is the reference itself"
+
+
+def test_a_revert_to_a_policy_after_the_reset_keeps_the_reference(run):
+    for version in range(7):
+        commit_version(run, version, weights=version)
+    commit_revert(run, 6, to=4)
+    assert [reference_iteration(run, number, 3) for number in (5, 6)] == [3, 3]
+    assert Iteration(run, 7).reference.bundles == policy_after(run, 4).bundles, "it is the policy after iteration 6"
+
+
+def weights_after(run, resumes):
+    """Retire policies after each iteration, optionally in a new process each time. Return the versions whose weights
+    and the versions whose states are stored after each iteration."""
+    opened = None
+    for number in range(9):
+        commit_version(run, number, weights=number, state=100 + number)
+        if not number:
+            continue
+        if opened is None or resumes:
+            opened = OpenRun(run, accepted("name=r"), ThreadCluster(), store="here")
+        retire_policies(opened, Iteration(run, number))
+        kept, states = stored_bundles(run, range(9)), stored_bundles(run, range(100, 109))
+        yield kept, [state - 100 for state in states]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_retention_keeps_the_weights_of_the_reference_until_the_next_reset(tmp_path, resumes):
+    run = make_run(tmp_path, update={"kl": PENALTY})
+    with run.lock():
+        found = [*weights_after(run, resumes)]
+    assert [weights for weights, _ in found] == [
+        [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 3, 4, 5], [0, 3, 5, 6], [0, 6, 7], [0, 6, 7, 8],
+    ]  # fmt: skip
+    assert [states for _, states in found[4:6]] == [[0, 4, 5], [0, 5, 6]], "a reference needs no optimizer state"
