@@ -19,8 +19,9 @@ from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import Grpo
 from rheostat.models.config.denoising import DdimSampler, DenoisingConfig, LearntWindow
 from rheostat.models.config.engines import DiffusersEngine, SamplingConfig
-from rheostat.models.config.objectives import PpoClip, UpdateConfig
+from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import DiffusionPolicy
+from rheostat.models.config.policy_losses import PpoClip
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.denoising.pipeline import read_pipeline
 from rheostat.models.denoising.policy import write_diffusion

@@ -20,14 +20,9 @@ from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import (
-    Cispo,
-    Gspo,
-    PolicyGradient,
-    PpoClip,
-    UpdateConfig,
-)
+from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import ScratchPolicy
+from rheostat.models.config.policy_losses import Cispo, Gspo, PolicyGradient, PpoClip
 from rheostat.models.modeling.head import LogprobHead
 from rheostat.models.modeling.logprobs import TokenLogprobs
 from rheostat.models.modeling.policy import load_policy
@@ -35,8 +30,9 @@ from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import UpdateWork
 from rheostat.models.training.ranks import Ranks, join_ranks
 from rheostat.models.training.samples import open_samples
+from rheostat.models.training.step_plans import StepBatches, plan_policy_steps
 from rheostat.models.training.trainer import Trainer
-from rheostat.models.training.update_steps import StepBatches, compute_extra_logprobs, plan_policy_steps, take_steps
+from rheostat.models.training.update_steps import compute_extra_logprobs, take_steps
 from tests.support.loopback import free_port
 from tests.support.training import publish_scratch, write_samples
 

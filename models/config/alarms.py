@@ -35,7 +35,7 @@ MEASURED: Final = {
         *("loss", "entropy", "kl", "kl_old", "kl_coefficient", "clip_fraction_low", "clip_fraction_high"),
         *("dual_clip_fraction", "ratio_mean", "ratio_max", "mismatch_difference_mean", "mismatch_difference_max"),
         *("mismatch_ratio_mean", "mismatch_ratio_max", "mismatch_kl", "mismatch_tokens", "importance_weight_mean"),
-        *("behavior_kl", "effective_sample_size"),
+        *("behavior_kl", "effective_sample_size", "selected_fraction", "full_entropy", "entropy_coefficient"),
         *("importance_truncated", "importance_masked", "stale_fraction", "too_stale_fraction", "grad_norm_mean"),
         *("grad_norm_max", "learning_rate", "steps", "tokens", "samples", "quarantined", "value_loss"),
         *("value_clip_fraction", "value_error_max", "explained_variance", "critic_grad_norm"),

@@ -138,9 +138,10 @@ def find_image_generation_conflicts(
             "the algorithm assigns credit to steps of a text. Use grpo",
         ),
         f"update.loss.kind = {update.loss.label!r}": (
-            update.loss.compares_sequences,
+            update.loss.compares_sequences or update.loss.needs_tokens,
             "the log-prob of a denoising step is already a mean. Use 'ppo_clip'",
         ),
+        "update.entropy": (update.entropy is not None, "denoising steps have no entropy over a vocabulary. Remove it"),
         "the level or veto of update.correction or update.stale_correction": (
             any(each.compares_sequences for each in update.corrections),
             "the log-prob of a denoising step is already a mean. Set level = 'token' and no veto",

@@ -1,20 +1,19 @@
-"""Configuration of the update: policy losses, KL penalties, importance corrections and optimizer steps. Torch-free."""
+"""Configuration of the update: optimizer steps, entropy bonus, and the choice of loss and corrections. Torch-free."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from rheostat.infra.config import Positive, Settings, Since
 from rheostat.infra.errors import BadInput
-from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.attention import KERNELS, Attention
 from rheostat.models.config.corrections import CorrectionConfig, TruncatedImportance
 from rheostat.models.config.divergence import Kl, KlPenalty, NoKl
-from rheostat.models.config.job import Job
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.optimizers import AdamW, OptimizerConfig
 from rheostat.models.config.policy import ModelShape
+from rheostat.models.config.policy_losses import LossConfig, PpoClip
+from rheostat.models.config.policy_losses import PolicyLoss as PolicyLoss  # users' losses import it from here
 
 MAX_LOG_RATIO: Final = 20.0
 """Bound to which log-ratios are clipped before exp. e^20 = 4.9e8 is finite, and its product with 0 is 0."""
@@ -36,139 +35,20 @@ def chunk_elements_of(memory: float | None) -> int:
     return 1 << int(memory * CHUNK_SHARE / (4 * HEAD_COPIES)).bit_length() - 1
 
 
-# ---- aggregation
-class TokenMean(Settings):
-    """Mean of the loss over all tokens of the batch (DAPO), so long completions have more weight than short ones."""
+# ---- entropy
+class EntropyBonus(Settings):
+    """Bonus for the entropy of the policy over the whole vocabulary, which keeps the policy exploring."""
 
-    kind: Literal["token"] = "token"
+    coefficient: Annotated[float, Field(ge=0)]
+    """Factor of a token's entropy (in nats), which is subtracted from the token's loss. Entropies and losses are
+    combined in the same way (`loss.aggregation`)."""
+    final: Annotated[float, Field(ge=0)] | None = None
+    """Coefficient in the last iteration, which is reached linearly. If not set, the coefficient is constant."""
 
-
-class SequenceMean(Settings):
-    """Mean loss per token of each completion, averaged over completions (GRPO). An episode counts as one completion."""
-
-    kind: Literal["sequence"] = "sequence"
-
-
-class ConstantMean(Settings):
-    """Sum of the token losses, divided by completions x a fixed length (Dr. GRPO). An episode counts as one
-    completion."""
-
-    kind: Literal["constant"] = "constant"
-    length: Positive
-    """Fixed length in tokens by which the sum is divided."""
-
-
-Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discriminator="kind")]
-
-
-# ---- losses
-class PolicyLoss(Variant):
-    """Fields common to all policy losses. `implementation` names a
-    `rheostat.models.objectives.loss_inputs.LossFunction`."""
-
-    checks = {"policy": "rheostat.models.inspection.training:check_loss"}
-    compares_sequences: ClassVar[bool] = False
-    """Whether the probability ratio is computed once for a whole completion instead of once for each token."""
-    gradient_by_token: ClassVar[bool] = False
-    """Whether the gradient of a token's loss depends only on this token's log-prob. If so, the backward pass reuses the
-    logits and does not compute them again."""
-
-    aggregation: Aggregation = TokenMean()
-    """Method that combines the losses of all tokens into one number."""
-
-    def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield one message for each setting of the job with which this loss cannot be combined."""
-        yield from ()
-
-
-class PpoClip(PolicyLoss):
-    """Clipped surrogate loss (PPO, arXiv 1707.06347) with separate bounds above and below 1 (clip-higher, DAPO,
-    2503.14476)."""
-
-    implementation = "rheostat.models.objectives.losses:ppo_clip"
-    gradient_by_token = True
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Distance of the lower bound from 1: probability ratios below 1 - clip_low are clipped."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Distance of the upper bound from 1: probability ratios above 1 + clip_high are clipped."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Factor c (dual clip, arXiv 1912.09729, eq. 5): the loss of a token with negative advantage is at most c x
-    |advantage|. If not set, this loss has no upper bound."""
-
-    def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield a message if `dual_clip` is not larger than 1 + clip_high."""
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            yield (
-                f"update.loss.dual_clip is {self.dual_clip:g}, but it must be more than 1 + clip_high = "
-                f"{1 + self.clip_high:g}, or it would affect ratios that are not clipped. Raise it"
-            )
-
-
-class Gspo(PolicyLoss):
-    """Clipped probability ratio of whole sequences, exp(mean token log-ratio) (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
-
-    implementation = "rheostat.models.objectives.losses:gspo"
-    compares_sequences = True
-
-    kind: Literal["gspo"] = "gspo"
-    aggregation: Aggregation = SequenceMean()
-    """Method that combines the token losses into one number."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    """Distance of the lower bound from 1: sequence ratios below 1 - clip_low are clipped."""
-    clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    """Distance of the upper bound from 1: sequence ratios above 1 + clip_high are clipped."""
-
-    def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield a message if the old log-probs come from the engine, because its rounding errors exceed the narrow clip
-        range."""
-        if not job.update.correction.compares_with_trainer:
-            yield (
-                "update.loss.kind = 'gspo' cannot be combined with update.correction.kind = 'none': log-probs of "
-                "engine and trainer differ by more than the bounds of this loss. Use 'truncated' or 'masked'"
-            )
-
-
-class Cispo(PolicyLoss):
-    """Log-prob x advantage, weighted by a clipped importance weight without gradient (CISPO, arXiv 2506.13585, eq.
-    4)."""
-
-    implementation = "rheostat.models.objectives.losses:cispo"
-    gradient_by_token = True
-
-    kind: Literal["cispo"] = "cispo"
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Distance of the importance weight's lower bound from 1: the bound is 1 - clip_low. With 1 it has no effect."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Distance of the importance weight's upper bound from 1: the bound is 1 + clip_high."""
-
-
-class PolicyGradient(PolicyLoss):
-    """Log-prob times advantage (REINFORCE) without clipping. Use only one optimizer step per iteration."""
-
-    implementation = "rheostat.models.objectives.losses:policy_gradient"
-    gradient_by_token = True
-
-    kind: Literal["policy_gradient"] = "policy_gradient"
-
-    def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield a message if an iteration has several optimizer steps, because this loss does not correct for earlier
-        steps."""
-        for name in ("minibatches", "epochs"):
-            if (count := getattr(job.update, name)) > 1:
-                yield (
-                    f"update.{name} is {count}, but update.loss.kind = 'policy_gradient' does not correct for earlier "
-                    "steps of an iteration. Set it to 1, or use the loss 'ppo_clip' or 'cispo'"
-                )
-
-
-class TargetLoss(Target):
-    """User-defined loss: a subclass of `rheostat.models.config.objectives.PolicyLoss` (see "Extending" in the
-    documentation)."""
-
-
-LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
+    def coefficient_at(self, step: int, total: int) -> float:
+        """Return the coefficient of iteration `step`, counted from 0, of `total` iterations."""
+        final = self.coefficient if self.final is None else self.final
+        return self.coefficient + (final - self.coefficient) * min(1.0, step / max(1, total - 1))
 
 
 # ---- the update
@@ -243,6 +123,8 @@ class UpdateConfig(Settings):
     reference_dtype: Annotated[Literal["float32", "bfloat16"] | None, Since("0.2.0", before="float32")] = None
     """Precision of the reference model, which computes log-probs for the KL penalty. If not set, it is `dtype`, so
     that the divergence from an unchanged policy is 0. Under LoRA adapters it is always `dtype`."""
+    entropy: Annotated[EntropyBonus | None, Since("0.2.0", before=None)] = None
+    """Entropy bonus in the loss. It costs one more computation of the logits. If not set, there is none."""
     correction: CorrectionConfig = TruncatedImportance()
     """Correction of the difference between the log-probs that the engine recorded and those that the trainer
     computes."""
@@ -293,6 +175,12 @@ class UpdateConfig(Settings):
                 f"update.freeze contains {[*self.freeze]}, but vision, projector and language are parts of "
                 "vision-language policies, and this policy reads only text. Remove update.freeze"
             )
+
+    def with_entropy_at(self, step: int, total: int) -> "UpdateConfig":
+        """Return a copy of these settings with the entropy bonus of iteration `step`, counted from 0, of `total`."""
+        if self.entropy is None:
+            return self
+        return self.model_copy(update={"entropy": EntropyBonus(coefficient=self.entropy.coefficient_at(step, total))})
 
     @property
     def steps(self) -> int:

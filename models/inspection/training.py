@@ -9,8 +9,9 @@ from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.attention import check_attention
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.denoising import DenoisingConfig
-from rheostat.models.config.objectives import PolicyLoss, UpdateConfig
+from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicySource
+from rheostat.models.config.policy_losses import PolicyLoss
 from rheostat.models.config.teachers import Teacher
 from rheostat.models.inspection.facts import InputFacts
 from rheostat.models.inspection.images import check_teacher_images

@@ -53,6 +53,32 @@ class HeadSettings(NamedTuple):
         gradients_CV = (logits_CV / self.temperature).softmax(-1)
         gradients_CV[torch.arange(len(gradients_CV), device=gradients_CV.device), targets_C] -= 1
         gradients_CV.mul_(-gradients_C1 / self.temperature)
+        return self._differentiate_shape(gradients_CV, logits_CV)
+
+    def entropies(self, logits_CV: Tensor) -> Tensor:
+        """Return the entropy of the next token over the whole vocabulary in nats (C), given logits of shape (tokens,
+        vocabulary). The temperature is applied, and banned tokens have probability 0."""
+        logprobs_CV = self._bounded_logprobs(logits_CV)
+        return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+
+    def compute_entropy_gradients(self, logits_CV: Tensor, gradients_C1: Tensor) -> Tensor:
+        """Return the gradient of the loss with respect to the head's output, of shape (tokens, vocabulary).
+        `gradients_C1` is the gradient of the loss with respect to the entropies.
+
+        The derivative of the entropy H with respect to the logit of a token with probability p is −p (log p + H).
+        """
+        logprobs_CV = self._bounded_logprobs(logits_CV)
+        gradients_CV = logprobs_CV.exp()
+        entropies_C1 = -(gradients_CV * logprobs_CV).sum(-1, keepdim=True)
+        gradients_CV.mul_(logprobs_CV.add_(entropies_C1)).mul_(-gradients_C1 / self.temperature)
+        return self._differentiate_shape(gradients_CV, logits_CV)
+
+    def _bounded_logprobs(self, logits_CV: Tensor) -> Tensor:
+        """Return all log-probs (C x V). Log-probs of -inf are raised to -1e4, at which the probability is 0, too."""
+        return (logits_CV / self.temperature).log_softmax(-1).clamp_(min=-1e4)
+
+    def _differentiate_shape(self, gradients_CV: Tensor, logits_CV: Tensor) -> Tensor:
+        """Turn gradients with respect to logits into gradients with respect to the head's output, in place."""
         if self.shape != LogitShape():
             gradients_CV.mul_(self.shape.compute_derivative(logits_CV)).masked_fill_(logits_CV.isinf(), 0)
         return gradients_CV
@@ -83,9 +109,19 @@ class LogprobHead(nn.Module):
         self.chunk_elements, self.vocab_size = chunk_elements, whole_shape(head.weight)[0]
         self.settings = HeadSettings(shape, temperature, tuple(banned))
 
-    def forward(self, states_NH: Tensor, targets_N: Tensor, loss_gradient: LossGradient | None = None) -> Tensor:
+    def forward(
+        self,
+        states_NH: Tensor,
+        targets_N: Tensor,
+        loss_gradient: LossGradient | None = None,
+        *,
+        with_entropy: bool = False,
+    ) -> Tensor:
         elements = self.chunk_elements or elements_on(states_NH.device)
         settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
+        if with_entropy:  # needs twice as many tensors of a chunk's size
+            settings = settings._replace(rows=max(1, settings.rows // 2))
+            return _apply(_ChunkedEntropies, states_NH, self.weight, self.bias, targets_N, settings)
         if len(states_NH) <= settings.rows:
             logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
             if self.settings.temperature != 1:
@@ -139,8 +175,8 @@ class _Gradients:
 
 
 class _ChunkedContext(FunctionCtx):
-    """Autograd context of `_ChunkedLogprobs`: the tensors and settings that its forward pass keeps for the backward
-    pass."""
+    """Autograd context of `_ChunkedLogprobs` and `_ChunkedEntropies`: the tensors and settings that their forward
+    passes keep for the backward pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
     settings: HeadSettings
@@ -177,6 +213,42 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
             gradient_sums.add(part, settings.compute_logit_gradients(logits, targets_N[part], gradients[0][part, None]))
+        return *gradient_sums.found(), None, None
+
+
+class _ChunkedEntropies(torch.autograd.Function):
+    """Autograd function that computes log-probs and entropies (N x 2) from hidden states chunk by chunk. The backward
+    pass computes the logits again, because they are not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: _ChunkedContext,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: HeadSettings,
+    ) -> Tensor:
+        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # None is allowed
+        ctx.settings = settings
+        outputs_N2 = torch.empty(len(states_NH), 2, device=states_NH.device)
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            outputs_N2[part, 0] = settings.logprobs(logits, targets_N[part])
+            outputs_N2[part, 1] = settings.entropies(logits)
+        return outputs_N2
+
+    @staticmethod
+    def backward(ctx: _ChunkedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
+        gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            by_output_C2 = gradients[0][part]
+            total_CV = settings.compute_logit_gradients(logits, targets_N[part], by_output_C2[:, :1])
+            gradient_sums.add(part, total_CV.add_(settings.compute_entropy_gradients(logits, by_output_C2[:, 1:])))
         return *gradient_sums.found(), None, None
 
 

@@ -110,6 +110,8 @@ class TrainingBatch:
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
     """Weight of each completion token in the loss of the whole minibatch (all micro-batches of one optimizer step)."""
+    selected_N: NDArray[np.bool_] | None = None
+    """Mask of the completion tokens that the loss has selected in the whole minibatch, or None if it selects none."""
 
 
 AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]

@@ -62,6 +62,8 @@ class ForwardInput(NamedTuple):
     loss_gradient: LossGradient | None = None
     """Function that returns the gradient of the loss with respect to each token's log-prob, or None if unknown. With
     it, the head computes gradients in the forward pass while the logits exist."""
+    with_entropy: bool = False
+    """Whether the entropy over the vocabulary is also computed for each completion token."""
 
     @classmethod
     def from_microbatch(
@@ -263,12 +265,14 @@ class TokenLogprobs(TokenModule):
         self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, inputs: ForwardInput) -> Tensor:
-        """Return the log-prob of each completion token in float32, of shape (N,)."""
+        """Return the log-prob of each completion token in float32, of shape (N,). With `inputs.with_entropy`, return
+        log-probs and entropies, of shape (N, 2)."""
         if self.routing is not None:
             self.routing.reset(inputs.positions_N)
         if self.replay is not None:
             self.replay.set_choices(inputs.chosen_LF)
-        return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_loss_gradient()))
+        known, states_NH = inputs.own_loss_gradient(), self.states(inputs)
+        return inputs.gather_outputs(self.head(states_NH, inputs.targets_N, known, with_entropy=inputs.with_entropy))
 
 
 def _suppressed_tokens(model: PreTrainedModel) -> tuple[int, ...]:

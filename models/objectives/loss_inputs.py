@@ -33,6 +33,8 @@ class LossInputs:
     kl_N: Tensor | None = None
     """KL divergence from the reference if it can be computed exactly, as for the denoising steps of diffusion policies.
     Otherwise None, and the divergence is estimated from log-probs."""
+    selected_N: Tensor | None = None
+    """Mask of the tokens that the loss has selected in the whole minibatch, or None if it selects no tokens."""
     outlier_N: Tensor | None = None
     """Whether the correction `second_moment` masks each token, because the token's log-ratio is among the largest of
     the minibatch. None if no token is masked."""
@@ -40,8 +42,9 @@ class LossInputs:
     def at(self, places_C: Tensor) -> Self:
         """Return the inputs of the tokens with the indices `places_C` only, for losses that treat each token
         independently. `lengths_B` is unchanged and still counts all tokens."""
-        names = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
-        present = {name: value for name in (*names, "outlier_N") if (value := getattr(self, name)) is not None}
+        known = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N")
+        names = (*known, "old_N", "reference_N", "kl_N", "selected_N", "outlier_N")
+        present = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
 
 

@@ -1,6 +1,4 @@
-"""Losses of policies and critics, estimators of KL(policy ‖ reference), and the total loss of a micro-batch.
-
-Log-ratios are clamped at ±20 before they are exponentiated (`exp_ratio`), so every ratio is finite.
+"""Losses of critics, estimators of KL(policy ‖ reference), and the total loss of a micro-batch.
 
 The loss of a minibatch is a weighted sum of token losses. The weights depend on the whole minibatch and not on its
 division into ranks and micro-batches, so the contributions of all micro-batches only need to be added.
@@ -9,116 +7,21 @@ Shapes: N completion tokens of one micro-batch, from any number of sequences; B 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, NamedTuple, cast
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rheostat.infra.variants import implementation_of
-from rheostat.models.config.objectives import (
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy_losses import (
     Aggregation,
-    Cispo,
     ConstantMean,
-    Gspo,
-    PolicyGradient,
-    PolicyLoss,
-    PpoClip,
     SequenceMean,
     TokenMean,
-    UpdateConfig,
 )
-from rheostat.models.objectives.importance import Corrected, correct, exp_ratio, k3, mismatch
-from rheostat.models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs, MetricSums
-
-
-def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:
-    """Return the larger of the unclipped and the clipped loss of each token (PPO, arXiv 1707.06347, eq. 7, with
-    separate lower and upper bounds as in DAPO).
-
-    If configured, the dual clip limits the loss of tokens with a negative advantage (arXiv 1912.09729, eq. 5).
-    """
-    ratio_N, advantages_N = exp_ratio(logprobs_N - old_N), tokens.advantages_N
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
-    detached_ratio_N, bad_N = ratio_N.detach(), advantages_N < 0
-    dual_clipped_N = None
-    if config.dual_clip is not None:
-        dual_clipped_N = (detached_ratio_N > config.dual_clip) & bad_N
-        loss_N = torch.where(dual_clipped_N, -config.dual_clip * advantages_N, loss_N)
-    return LossOutputs(
-        loss_N=loss_N,
-        ratio_N=detached_ratio_N,
-        clipped_low_N=(detached_ratio_N < low) & bad_N,
-        clipped_high_N=(detached_ratio_N > high) & (advantages_N > 0),
-        dual_clipped_N=dual_clipped_N,
-    )
-
-
-def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
-    """Return a clipped loss for each token, with the probability ratio of the token's whole sequence (GSPO, arXiv
-    2507.18071, eq. 13 and 14).
-
-    The ratio has the value of the sequence's ratio, but only the token's own log-prob has a gradient. If all tokens of
-    a sequence have the same advantage, the mean of their losses has the same value and gradient as the loss of the
-    sequence (eq. 5).
-    """
-    sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
-    ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    advantages_N = tokens.advantages_N
-    return LossOutputs(
-        loss_N=torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N),
-        ratio_N=sequence_N,
-        clipped_low_N=(sequence_N < low) & (advantages_N < 0),
-        clipped_high_N=(sequence_N > high) & (advantages_N > 0),
-    )
-
-
-def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return for each token the ratio of its sequence, exp(mean log-ratio of the sequence's tokens) (N; eq. 7).
-
-    `rows_N` is the sequence of each token, and `lengths_B` the number of tokens of each sequence. The sums are computed
-    by segment reduction, which adds in a fixed order. `index_add` on an accelerator adds in a varying order, so results
-    would not be reproducible.
-    """
-    sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
-    return exp_ratio(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
-
-
-def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
-    """Return minus log-prob times advantage, weighted by the clipped ratio (CISPO, arXiv 2506.13585, eq. 4 and 5).
-
-    The weight has no gradient. Tokens whose ratio is outside the bounds are still trained on, with the bound as their
-    weight.
-    """
-    ratio_N = exp_ratio(logprobs_N.detach() - old_N)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    return LossOutputs(
-        loss_N=-ratio_N.clamp(low, high) * tokens.advantages_N * logprobs_N,
-        ratio_N=ratio_N,
-        clipped_low_N=ratio_N < low,
-        clipped_high_N=ratio_N > high,
-    )
-
-
-def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyGradient) -> LossOutputs:
-    """Return minus log-prob times advantage for each token (REINFORCE, Williams, 1992). The probability ratio is
-    computed only for metrics."""
-    never_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
-    return LossOutputs(
-        loss_N=-tokens.advantages_N * logprobs_N,
-        ratio_N=exp_ratio(logprobs_N.detach() - old_N),
-        clipped_low_N=never_N,
-        clipped_high_N=never_N,
-    )
-
-
-def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
-    """Return the loss of each token, computed by the configured kind of policy loss. `old_N` are the log-probs in the
-    denominator of the ratio."""
-    loss = cast(LossFunction, implementation_of(config))
-    return loss(logprobs_N, old_N, tokens=tokens, config=config)
-
+from rheostat.models.objectives.importance import Corrected, correct, k3, mismatch
+from rheostat.models.objectives.loss_inputs import LossInputs, LossOutputs, MetricSums
+from rheostat.models.objectives.policy_losses import policy_loss
 
 ROUNDING = 1e-12
 """Assumed relative rounding error of a mean of squares, if the mean is computed from float64 sums over a few million
@@ -212,10 +115,16 @@ def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[floa
 
 
 def update_loss(
-    logprobs_N: Tensor, tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float, tally: MetricSums
+    logprobs_N: Tensor,
+    tokens: LossInputs,
+    *,
+    config: UpdateConfig,
+    kl_coefficient: float,
+    tally: MetricSums,
+    entropies_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the contribution of one micro-batch to the loss of its minibatch, including importance correction and KL
-    penalty.
+    """Return the contribution of one micro-batch to the loss of its minibatch, including importance correction, KL
+    penalty and entropy bonus. `entropies_N` are the entropies over the vocabulary, which only the bonus needs.
 
     Metrics are added to `tally`. They cover only tokens with a weight in the loss, except `not_finite`, which covers
     all tokens.
@@ -232,6 +141,10 @@ def update_loss(
             kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
         tally.add(_zero_untrained(trained_N, {"kl": kl_N}))
+    if config.entropy is not None:
+        assert entropies_N is not None, "an entropy bonus needs the entropies"
+        loss_N = loss_N - config.entropy.coefficient * entropies_N
+        tally.add(_zero_untrained(trained_N, {"full_entropy": entropies_N}))
     shares_N = loss_N * tokens.weights_N
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
     for read_N in (logprobs_N, old_N, tokens.behavior_N, tokens.reference_N):  # a clamped ratio would hide infinities
@@ -239,6 +152,8 @@ def update_loss(
             finite_N = finite_N & torch.isfinite(read_N)
     tally.add({"loss": shares_N, "trained_tokens": trained_N, "not_finite": ~finite_N})
     tally.add(_zero_untrained(trained_N, {"entropy": -logprobs_N}))
+    if tokens.selected_N is not None:
+        tally.add(_zero_untrained(trained_N, {"selected_fraction": tokens.selected_N}))
     _tally_terms(terms, logprobs_N.detach() - corrected.old_N, trained_N, tally)
     _tally_correction(corrected, trained_N, tally)
     return shares_N.sum()

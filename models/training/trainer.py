@@ -95,14 +95,19 @@ class Trainer:
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
-    def forward(self, batch: MicroBatch, *, loss_gradient: LossGradient | None = None) -> Tensor:
+    def forward(
+        self, batch: MicroBatch, *, loss_gradient: LossGradient | None = None, with_entropy: bool = False
+    ) -> Tensor:
         """Compute one value per completion token of a micro-batch, such as a log-prob. If the gradient of the loss that
         the next `backward` receives is a known function of each token's log-prob, pass this function as
-        `loss_gradient`. Collective: every rank must call this the same number of times."""
+        `loss_gradient`. With `with_entropy`, a language policy returns log-probs and entropies, of shape (N, 2).
+        Collective: every rank must call this the same number of times."""
         inputs = self._module.prepare_inputs(batch, self._ranks.device)
         # The input of a denoiser has no language-model head.
         if loss_gradient is not None and isinstance(inputs, ForwardInput):
             inputs = inputs._replace(loss_gradient=self._scale_loss_gradient(loss_gradient))
+        if with_entropy:
+            inputs = inputs._replace(with_entropy=True)
         return self._run_engine(inputs)
 
     def _scale_loss_gradient(self, loss_gradient: LossGradient) -> LossGradient:

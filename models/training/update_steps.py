@@ -1,15 +1,12 @@
-"""Optimizer steps of one iteration on one rank: planning, micro-batches, learning rates and loss inputs.
+"""Optimizer steps of one iteration on one rank: extra log-probs, loss inputs, steps of policy and critic, metrics.
 
-Steps are planned from the lengths of all samples, and each rank reads only its own rows. The critic trains on the same
-micro-batches as the policy, with another loss. Shapes: N completion tokens of one micro-batch, T of all samples.
+The critic trains on the same micro-batches as the policy, with another loss. Shapes: N completion tokens of one
+micro-batch.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import isfinite
-from random import Random
 from typing import Final, Self
 
 import numpy as np
@@ -17,10 +14,8 @@ import torch
 from torch import Tensor
 
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.modeling.batching import Rows, StepPlan, plan_steps
 from rheostat.models.modeling.head import LossGradient
-from rheostat.models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
-from rheostat.models.objectives.importance import needs_old
+from rheostat.models.modeling.layout import TrainingBatch
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
 from rheostat.models.objectives.losses import (
     explained_variance,
@@ -28,38 +23,21 @@ from rheostat.models.objectives.losses import (
     summarize_behavior,
     tally_behavior,
     tally_mismatch,
-    token_weights,
     update_loss,
     value_loss,
 )
-from rheostat.models.records.work import UpdateWork
 from rheostat.models.training.outliers import find_outliers
 from rheostat.models.training.ranks import Ranks, sum_and_max
 from rheostat.models.training.routers import RouterTally
-from rheostat.models.training.samples import TrainingSamples, read_training_rows, stale_shares, weighted_lengths
-from rheostat.models.training.trainer import Forward, Trainer, learning_rate
-from rheostat.models.vision.families import ImageTokens
+from rheostat.models.training.samples import TrainingSamples, stale_shares
+from rheostat.models.training.step_plans import StepBatches, first_epoch
+from rheostat.models.training.trainer import Forward, Trainer
 
 _STEP_PREFIX: Final = "denoising_step_"
 """Prefix of metric names that refer to one denoising step, such as "denoising_step_3"."""
 
 OnProgress = Callable[[], None]
 """Callback without arguments that is called after every forward pass, so that a stuck process is noticed."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatches:
-    """Micro-batches of one optimizer step on this rank, with the step's learning rate."""
-
-    batches: tuple[TrainingBatch, ...]
-    learning_rate: float
-    computes_old: bool
-    """Whether forward passes before the update compute the old log-probs. If not, the log-probs that the engine
-    reported are used as old log-probs."""
-    minibatch: int
-    """Index of the minibatch within its epoch. Every epoch has the same minibatches."""
-    is_replayed: bool = False
-    """Whether a policy of another run generated the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +82,6 @@ class StepStatistics:
         return cls(sums=named_sums, maxima=named_maxima, grad_norms=tuple(grad_norms))
 
 
-def build_batches(
-    samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
-) -> list[tuple[TrainingBatch, ...]]:
-    """Build this rank's micro-batches of every planned step. Only the samples of these micro-batches are read."""
-    own_rows = [row for plan in plans for rows in plan.microbatches[rank] for row in rows]
-    training_rows = read_training_rows(samples, own_rows)
-    return [_lay_out_step(plan, samples, training_rows, config=config, rank=rank) for plan in plans]
-
-
 def compute_extra_logprobs(
     trainer: Trainer,
     steps: Sequence[StepBatches],
@@ -129,7 +98,7 @@ def compute_extra_logprobs(
     """
     old: list[list[Tensor | None]] = []
     reference_logprobs: list[list[Tensor | None]] = []
-    for index, step in enumerate(_first_epoch(steps)):
+    for index, step in enumerate(first_epoch(steps)):
         old.append([None] * len(step.batches))
         reference_logprobs.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
@@ -143,7 +112,7 @@ def compute_extra_logprobs(
     extras = ExtraLogprobs(old=old, reference=reference_logprobs)
     if not config.masks_outliers or not all(step.computes_old for step in steps):
         return extras
-    minibatches = zip(_first_epoch(steps), old, strict=True)
+    minibatches = zip(first_epoch(steps), old, strict=True)
     outliers = [
         find_outliers(step.batches, [old_N for old_N in each if old_N is not None], config=config, ranks=ranks)
         for step, each in minibatches
@@ -165,7 +134,7 @@ def take_steps(
     not finite. All ranks stop at the same step. Collective: every rank must call this."""
     tally, routers = MetricSums(), RouterTally(trainer, coefficient=config.router_loss, ranks=ranks)
     norms: list[float] = []
-    epoch = len(_first_epoch(steps))
+    epoch = len(first_epoch(steps))
     for index, step in enumerate(steps):
         routers.begin_step([batch.microbatch for batch in step.batches], on_progress)
         old, reference = extras.old[step.minibatch], extras.reference[step.minibatch]
@@ -176,10 +145,12 @@ def take_steps(
                 tokens = replace(tokens, old_N=tokens.behavior_N)
             if extras.outliers is not None:
                 tokens = replace(tokens, outlier_N=extras.outliers[step.minibatch][number])
-            logprobs_N = trainer.forward(
+            outputs = trainer.forward(
                 batch.microbatch,
                 loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient),
+                with_entropy=config.entropy is not None,
             )
+            logprobs_N, entropies_N = (outputs, None) if config.entropy is None else outputs.unbind(-1)
             if means_ND is not None:
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
             before_N = logprobs_N.detach() if not index and old[number] is None else old[number]
@@ -191,7 +162,14 @@ def take_steps(
             )
             if step.computes_old:
                 old[number] = before_N  # log-probs of the first step, reused in later epochs
-            loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
+            loss = update_loss(
+                logprobs_N,
+                tokens,
+                config=config,
+                kl_coefficient=kl_coefficient,
+                entropies_N=entropies_N,
+                tally=tally,
+            )
             loss = loss + routers.loss()
             trainer.backward(loss, last=number + 1 == len(step.batches))
             on_progress()
@@ -202,9 +180,10 @@ def take_steps(
 
 
 def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
-    """Return the function for the gradient of the loss with respect to each token's log-prob, or None if the loss or an
-    importance correction compares log-probs of different tokens."""
-    if not config.loss.gradient_by_token or any(each.compares_sequences for each in config.corrections):
+    """Return the function for the gradient of the loss with respect to each token's log-prob. Return None if the loss
+    or an importance correction compares log-probs of different tokens, or if the loss has an entropy bonus."""
+    compares_sequences = any(correction.compares_sequences for correction in config.corrections)
+    if compares_sequences or not config.loss.gradient_by_token or config.entropy is not None:
         return None
 
     def loss_gradient(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
@@ -251,35 +230,6 @@ def compute_step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
     return ratios
 
 
-def _lay_out_step(
-    plan: StepPlan,
-    samples: TrainingSamples,
-    training_rows: dict[int, TrainingSample],
-    *,
-    config: UpdateConfig,
-    rank: int,
-) -> tuple[TrainingBatch, ...]:
-    rows, lengths = plan.rows, Counter[tuple[int, int]]()
-    for row in rows:
-        lengths[samples.completions[row]] += samples.trained_lengths[row]
-    weights_of_completions = dict(
-        zip(lengths, token_weights(config.loss.aggregation, [*lengths.values()]), strict=True)
-    )
-    weights = {row: weights_of_completions[samples.completions[row]] for row in rows}
-
-    def batch(part: Rows) -> TrainingBatch:
-        microbatch = lay_out_samples([training_rows[row] for row in part], [weights[row] for row in part])
-        return microbatch if config.max_staleness is None else _drop_stale_tokens(microbatch, config.max_staleness)
-
-    return tuple(batch(part) for part in plan.microbatches[rank])
-
-
-def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
-    """Set the loss weight of tokens that are more than `max_staleness` policy versions old to 0, without changing the
-    denominator of the loss."""
-    return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
-
-
 def _on_device(
     batch: TrainingBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device
 ) -> LossInputs:
@@ -293,72 +243,8 @@ def _on_device(
         lengths_B=torch.from_numpy(lengths_B).to(device),
         old_N=old,
         reference_N=reference,
+        selected_N=None if batch.selected_N is None else torch.from_numpy(batch.selected_N).to(device),
     )
-
-
-def plan_policy_steps(
-    samples: TrainingSamples,
-    work: UpdateWork,
-    *,
-    config: UpdateConfig,
-    ranks: Ranks,
-    images: ImageTokens | None,
-    step_tokens: int | None = None,
-) -> list[StepBatches]:
-    """Plan the iteration's optimizer steps and build this rank's micro-batches. A step is skipped if none of its tokens
-    has a loss weight."""
-    planned = plan_steps(
-        samples.sequences(images, step_tokens=step_tokens),
-        minibatches=config.minibatches,
-        ranks=ranks.data_parallel_size,
-        microbatch_tokens=config.microbatch_tokens,
-        seed=work.seed,
-    )
-    # If all tokens of a step have weight 0, only momentum would change the weights.
-    weighted = weighted_lengths(samples, config.max_staleness)
-    plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
-    batches = build_batches(samples, plans, config=config, rank=ranks.data_parallel_rank)
-    order = _order_minibatches(len(plans), epochs=config.epochs, seed=work.seed)
-    rates = _rates(work, len(order), config=config)
-    is_exact = work.exact_behaviour and samples.is_fresh and not work.is_replayed
-    computes_old = needs_old(config) and not is_exact
-    return [
-        StepBatches(batches[step], rate, computes_old, step, work.is_replayed)
-        for step, rate in zip(order, rates, strict=True)
-    ]
-
-
-def _order_minibatches(minibatches: int, *, epochs: int, seed: int) -> list[int]:
-    """Return the minibatch index of each optimizer step. The first epoch is in order, and further epochs are
-    shuffled."""
-    rng = Random(seed)
-    later = [rng.sample(range(minibatches), minibatches) for _ in range(epochs - 1)]
-    return [*range(minibatches), *chain.from_iterable(later)]
-
-
-def _first_epoch(steps: Sequence[StepBatches]) -> Sequence[StepBatches]:
-    return steps[: 1 + max((step.minibatch for step in steps), default=-1)]
-
-
-def plan_critic_steps(steps: Sequence[StepBatches], work: UpdateWork, *, config: UpdateConfig) -> list[StepBatches]:
-    """Return the steps of the policy update with the critic's learning rates instead. The peak learning rate is in
-    `config`, the critic's settings."""
-    rates = _rates(work, len(steps), config=config)
-    return [replace(step, learning_rate=rate) for step, rate in zip(steps, rates, strict=True)]
-
-
-def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]:
-    first = work.policy.version * config.steps
-    return [
-        learning_rate(
-            first + index,
-            work.total_iterations * config.steps,
-            peak=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            schedule=config.schedule,
-        )
-        for index in range(steps)
-    ]
 
 
 def take_value_steps(

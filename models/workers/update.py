@@ -31,13 +31,11 @@ from rheostat.models.training.publishing import Put, make_version_durable
 from rheostat.models.training.ranks import join_ranks
 from rheostat.models.training.repeats import Repeater
 from rheostat.models.training.samples import TrainingSamples, open_samples
+from rheostat.models.training.step_plans import StepBatches, plan_critic_steps, plan_policy_steps
 from rheostat.models.training.trainer import Forward, Trainer
 from rheostat.models.training.update_steps import (
-    StepBatches,
     StepStatistics,
     compute_extra_logprobs,
-    plan_critic_steps,
-    plan_policy_steps,
     take_steps,
     take_value_steps,
     update_metrics,
@@ -155,7 +153,7 @@ class UpdateWorker:
             model=model,
             critic=critic,
             metrics={
-                **self._kl_coefficient(work),
+                **self._coefficients(work),
                 **self._repeated,
                 **policy_metrics,
                 **({} if value_steps_taken is None else value_metrics(value_steps_taken)),
@@ -332,7 +330,7 @@ class UpdateWorker:
             trainer,
             steps,
             replace(extras, means=means),
-            config=config,
+            config=config.with_entropy_at(work.policy.version, work.total_iterations),
             kl_coefficient=work.kl_coefficient,
             ranks=models.ranks,
             on_progress=self._on_progress,
@@ -372,7 +370,7 @@ class UpdateWorker:
             model=model,
             critic=critic,
             metrics={
-                **self._kl_coefficient(work),
+                **self._coefficients(work),
                 **self._repeated,
                 "quarantined": float(quarantined),
                 "steps": 0.0,
@@ -381,8 +379,11 @@ class UpdateWorker:
             timings={},
         )
 
-    def _kl_coefficient(self, work: UpdateWork) -> dict[str, float]:
-        return {"kl_coefficient": work.kl_coefficient} if self._update.kl_penalty is not None else {}
+    def _coefficients(self, work: UpdateWork) -> dict[str, float]:
+        """Return the coefficients of this iteration as metrics: of the KL penalty and of the entropy bonus, if any."""
+        coefficients = {"kl_coefficient": work.kl_coefficient} if self._update.kl_penalty is not None else {}
+        bonus = self._update.with_entropy_at(work.policy.version, work.total_iterations).entropy
+        return coefficients if bonus is None else {**coefficients, "entropy_coefficient": bonus.coefficient}
 
     def _require_models(self) -> LoadedModels:
         if self._models is None:

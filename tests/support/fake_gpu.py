@@ -26,7 +26,8 @@ from rheostat.models.modeling.logprobs import ForwardInput, TokenModule
 from rheostat.models.objectives.loss_inputs import MetricSums
 from rheostat.models.training import routers
 from rheostat.models.training.ranks import Ranks
-from rheostat.models.training.update_steps import ExtraLogprobs, StepBatches, take_steps, take_value_steps
+from rheostat.models.training.step_plans import StepBatches
+from rheostat.models.training.update_steps import ExtraLogprobs, take_steps, take_value_steps
 
 GPU = torch.device("cuda", 0)
 RANKS = Ranks(rank=0, world_size=1, device=GPU)
@@ -76,10 +77,10 @@ class FakeTrainer:
         self.optimizer: Any = implementation_of(config.optimizer)(module, config, config.optimizer)
         self.num_steps = 0
 
-    def forward(self, batch: Any, *, loss_gradient: Any = None) -> Tensor:
+    def forward(self, batch: Any, *, loss_gradient: Any = None, with_entropy: bool = False) -> Tensor:
         inputs = self.module.prepare_inputs(batch, GPU)
         if isinstance(inputs, ForwardInput):
-            inputs = inputs._replace(loss_gradient=loss_gradient)
+            inputs = inputs._replace(loss_gradient=loss_gradient, with_entropy=with_entropy)
         outputs: Tensor = self.module(inputs)
         assert (outputs.device, outputs.dtype, len(outputs)) == (GPU, torch.float32, len(batch.targets_N))
         return outputs

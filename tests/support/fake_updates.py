@@ -150,6 +150,7 @@ SOUND: dict[str, Callable[[], None]] = {
     "text, chunked head": text_update(module={"chunk_elements": CHUNK}, kl=KlPenalty()),
     "text, adapters": text_update(module={"adapters": True, "chunk_elements": CHUNK}),
     "text, Muon": text_update(optimizer={"kind": "muon"}),
+    "text, entropy bonus": text_update(module={"chunk_elements": CHUNK}, entropy={"coefficient": 0.01}),
     "text, masked importance": text_update(correction=MaskedImportance(low=0.5, high=2.0)),
     "text, masked completions": text_update(correction=MaskedImportance(low=0.5, high=2.0, level="sequence", veto=0.1)),
     "text, correction of stale tokens": text_update(stale_correction=TruncatedImportance(cap=1.5)),

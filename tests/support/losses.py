@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rheostat.models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip, UpdateConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy_losses import Cispo, Dppo, Gmpo, Gspo, LossConfig, PolicyGradient, PpoClip, Sapo
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
 from rheostat.models.objectives.losses import tally_mismatch, update_loss
 
@@ -16,6 +17,9 @@ LOSSES: tuple[LossConfig, ...] = (
     Gspo(clip_low=0.1, clip_high=0.15),
     Cispo(clip_low=0.3),
     PolicyGradient(),
+    Sapo(),
+    Gmpo(),
+    Dppo(),
 )
 """One loss of each kind, and with each option."""
 NAMES = [f"{loss.kind}{'_dual' if getattr(loss, 'dual_clip', None) else ''}" for loss in LOSSES]

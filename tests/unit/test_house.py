@@ -21,8 +21,8 @@ from rheostat.models.config.data import DataSource
 from rheostat.models.config.denoising import Sampler
 from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.judges import ServedModel
-from rheostat.models.config.objectives import PolicyLoss
 from rheostat.models.config.policy import PolicySource
+from rheostat.models.config.policy_losses import PolicyLoss
 from rheostat.models.config.preferences import Preferences
 from rheostat.models.config.reward_terms import RewardTerm
 from rheostat.models.config.teachers import Teacher

@@ -14,7 +14,7 @@ import pytest
 from rheostat.infra.errors import Damaged, Quarantined, WorkerLost
 from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
 from rheostat.models.config.algorithms import Grpo, Ppo
-from rheostat.models.config.objectives import ConstantMean, SequenceMean, TokenMean
+from rheostat.models.config.policy_losses import ConstantMean, SequenceMean, TokenMean
 from rheostat.models.config.reward_terms import NumericReward, RegexReward, TargetReward
 from rheostat.models.config.rollout import DynamicSampling
 from rheostat.models.credit.inputs import TermColumns

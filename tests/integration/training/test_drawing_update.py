@@ -16,7 +16,8 @@ from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.engines import DiffusersEngine
 from rheostat.models.config.lora import LoraConfig
-from rheostat.models.config.objectives import PpoClip, UpdateConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy_losses import PpoClip
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs

@@ -7,7 +7,9 @@ import pytest
 
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, SecondMoment, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import ConstantMean, SequenceMean, TokenMean, UpdateConfig
+from rheostat.models.config.lora import LoraConfig
+from rheostat.models.config.objectives import EntropyBonus, UpdateConfig
+from rheostat.models.config.policy_losses import ClipCov, ConstantMean, Dppo, KlCov, PpoClip, SequenceMean, TokenMean
 from tests.support.losses import LOSSES, NAMES
 from tests.support.processes import preload
 from tests.support.update_workers import (
@@ -33,11 +35,25 @@ BASE = UpdateConfig(
     stale_correction=MaskedImportance(low=0.9, high=1.1),
     max_staleness=2,
 )
-AGGREGATIONS = (TokenMean(), SequenceMean(), ConstantMean(length=30), SequenceMean(), TokenMean())
+CLIP_COV = ClipCov(clip_low=0.05, clip_high=0.06, fraction=0.3, covariance_low=-9.0, covariance_high=9.0)
+KL_COV = KlCov(fraction=0.3)
+AGGREGATIONS = (
+    TokenMean(),
+    SequenceMean(),
+    ConstantMean(length=30),
+    SequenceMean(),
+    TokenMean(),
+    SequenceMean(),
+    SequenceMean(),
+    TokenMean(),
+)
 CONFIGS = {
     name: change(BASE, loss=change(loss, clip_low=0.05, clip_high=0.06, aggregation=aggregation))
     for name, loss, aggregation in zip(NAMES, LOSSES, AGGREGATIONS, strict=True)
 }
+CONFIGS["dppo"] = change(BASE, loss=Dppo(threshold=1e-4))  # the random policy has small probabilities
+BONUS = change(BASE, loss=PpoClip(clip_low=0.05, clip_high=0.06), entropy=EntropyBonus(coefficient=0.1))
+CONFIGS |= {"entropy": BONUS} | {loss.kind: change(BASE, loss=loss) for loss in (CLIP_COV, KL_COV)}
 SAMPLES = {"stalest": 3, "seed": 4, "group": 3}
 
 
@@ -53,9 +69,23 @@ def test_every_loss_gives_the_same_update_on_two_ranks_with_many_micro_batches_a
         assert all(alone.metrics[f"importance_{kind}"] > 0 for kind in ("masked", "weight_mean"))
         assert alone.metrics["too_stale_fraction"] == pytest.approx(0.25, abs=0.1)
         clipped = found.metrics["clip_fraction_low"] + found.metrics["clip_fraction_high"]
-        assert clipped > 0.05 or name == "policy_gradient"
+        assert clipped > 0.05 or name in ("policy_gradient", "sapo", "kl_cov")
+        assert found.metrics.get("selected_fraction", 0.3) == pytest.approx(0.3, abs=0.01)
     steps = {name: gradients(uri, found) for name, found in many.items() if name != "ppo_clip_dual"}  # as ppo_clip here
     assert not any(np.allclose(steps[one], steps[other]) for one, other in combinations(steps, 2))
+
+
+@pytest.mark.system
+def test_an_entropy_bonus_gives_the_same_update_with_sliced_sequences_sharded_weights_and_adapters(uri, policy):
+    work = update_work(uri, policy, **SAMPLES)
+    ways = {"slices": {"sequence_parallel": 2}, "sharded": {"zero_stage": 3}, "adapters": {"lora": LoraConfig(rank=4)}}
+    jobs = {name: Job(change(BONUS, microbatch_tokens=90, **way), [work]) for name, way in ways.items()}
+    for name, [found] in run_on_ranks(uri, jobs).items():
+        alone = start_worker(uri, change(BONUS, lora=ways[name].get("lora"))).update(work)
+        assert found.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6), name
+        assert alone.metrics["full_entropy"] > 5 and alone.metrics["entropy_coefficient"] == 0.1
+        if name == "slices":
+            np.testing.assert_allclose(gradients(uri, found), gradients(uri, alone), atol=1e-6)
 
 
 @pytest.mark.thorough_after(1)
@@ -83,6 +113,17 @@ COMPARING = {
     "stale second moment": {
         "correction": SecondMoment(max_moment=0.015),
         "stale_correction": SecondMoment(max_moment=0.01),
+    },
+    "second moment and selected tokens": {
+        "loss": CLIP_COV,
+        "correction": SecondMoment(max_moment=0.02),
+        "stale_correction": None,
+    },
+    "completions and an entropy bonus": {
+        "loss": KL_COV,
+        "correction": MaskedImportance(low=0.3, high=2, level="sequence"),
+        "stale_correction": None,
+        "entropy": EntropyBonus(coefficient=0.1),
     },
 }
 """Corrections with which the weight of a token depends on other tokens."""

@@ -14,14 +14,7 @@ from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import NoKl
-from rheostat.models.config.objectives import (
-    Cispo,
-    ConstantMean,
-    Gspo,
-    PpoClip,
-    SequenceMean,
-    TokenMean,
-)
+from rheostat.models.config.policy_losses import Cispo, ConstantMean, Gmpo, Gspo, PpoClip, Sapo, SequenceMean, TokenMean
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import UpdateWork
 from rheostat.models.text.tokenizer import load_tokenizer
@@ -34,6 +27,7 @@ pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL t
 
 LONGEST, LOW, HIGH = 30, 0.05, 0.06
 CLIPS = {"clip_low": LOW, "clip_high": HIGH}
+TEMPERATURES = {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 4.0}
 CASES = {  # our loss, and TRL's settings
     "grpo": (PpoClip(aggregation=SequenceMean(), **CLIPS), {"loss_type": "grpo"}),
     "dapo": (PpoClip(aggregation=TokenMean(), **CLIPS), {"loss_type": "dapo"}),
@@ -44,30 +38,36 @@ CASES = {  # our loss, and TRL's settings
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     ),
     "cispo": (Cispo(aggregation=TokenMean(), clip_high=HIGH), {"loss_type": "cispo", "epsilon_high": 1 + HIGH}),
+    "sapo": (Sapo(positive_temperature=1.5, negative_temperature=4.0), {"loss_type": "sapo", **TEMPERATURES}),
+    "gmpo": (Gmpo(**CLIPS), {}),
 }
 
 
-def mask_observations(uri: str, policy: ModelVersion) -> UpdateWork:
-    """Return work on samples with observations, which have no log-probs and no advantages, inside and at the end."""
+def mask_observations(uri: str, policy: ModelVersion, *, per_sequence: bool = False) -> UpdateWork:
+    """Return work on samples with observations, which have no log-probs and no advantages, inside and at the end.
+    With `per_sequence`, all completion tokens of a sample have the same advantage."""
     work = update_work(uri, policy)
     rows, rng = read_rows(uri, work), np.random.default_rng(7)
     for row in rows:
         observed = rng.random(len(row["staleness"])) < 0.4
         observed[0] = False  # the policy generates the first token
+        if per_sequence:
+            row["advantages"] = row["advantages"][:1] * len(observed)
         for name, instead in (("staleness", -1), ("logprobs", 0.0), ("advantages", 0.0)):
             row[name] = [instead if each else value for value, each in zip(row[name], observed, strict=True)]
     return with_rows(uri, work, rows)
 
 
-def trl_trainer(directory: Path, rows: list[dict], out: Path, **settings: object) -> "GRPOTrainer":
-    """Return a `GRPOTrainer` of a policy, and add to the rows the columns that it reads."""
+def trl_trainer(directory: Path, rows: list[dict], out: Path, *, name: str = "", **settings: object) -> "GRPOTrainer":
+    """Return TRL's trainer of a policy for the loss of this name, and add to the rows the columns that it reads."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     own = {"epsilon": LOW, "epsilon_high": HIGH, "temperature": 0.9, "beta": 0.0, "max_completion_length": LONGEST}
     batch = {"per_device_train_batch_size": len(rows), "num_generations": len(rows), "steps_per_generation": 1}
-    trainer = GRPOTrainer(
+    trainer = (GMPOTrainer if name == "gmpo" else GRPOTrainer)(
         model=model,
         reward_funcs=lambda **_: [],
         args=GRPOConfig(
@@ -95,9 +95,9 @@ def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> np.ndarray:
     return np.concatenate([each.grad.numpy().ravel() for each in model.parameters()])
 
 
-def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
-    """Return the gradients that `GRPOTrainer` computes for the same tokens, with its padding and its tool mask."""
-    trainer, padded = trl_trainer(directory, rows, out, **settings), partial(pad_rows, rows)
+def trl_gradients(directory: Path, rows: list[dict], out: Path, *, name: str, **settings: object) -> np.ndarray:
+    """Return the gradients that TRL's trainer computes for the same tokens, with its padding and its tool mask."""
+    trainer, padded = trl_trainer(directory, rows, out, name=name, **settings), partial(pad_rows, rows)
     mask, tools = padded("written"), padded("tools")
     loss = trainer._compute_loss(
         trainer.model,
@@ -107,7 +107,7 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
             "completion_ids": padded("completion"),
             "completion_mask": mask,
             "tool_mask": tools,
-            "advantages": padded("advantages"),
+            "advantages": padded("advantages")[:, 0] if name == "gmpo" else padded("advantages"),
             "old_per_token_logps": padded("logprobs"),
             "num_items_in_batch": (mask * tools).sum(),
         },
@@ -118,9 +118,12 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_episodes_is_that_of_trl_with_its_tool_mask(uri, policy, tmp_path, name):
     loss, settings = CASES[name]
-    work, config = mask_observations(uri, policy), change(UNCLIPPED, loss=loss, correction=NoCorrection(), kl=NoKl())
+    work, config = (
+        mask_observations(uri, policy, per_sequence=name == "gmpo"),
+        change(UNCLIPPED, loss=loss, correction=NoCorrection(), kl=NoKl()),
+    )
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
-    expected = trl_gradients(directory, read_rows(uri, work), tmp_path / "trl", **settings)
+    expected = trl_gradients(directory, read_rows(uri, work), tmp_path / "trl", name=name, **settings)
     assert np.abs(expected).max() > 1e-3
     for tokens in (9999, 90):  # one micro-batch, or many
         outcome = start_worker(uri, change(config, microbatch_tokens=tokens)).update(work)

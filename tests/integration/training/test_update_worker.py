@@ -14,8 +14,8 @@ from rheostat.infra.store.bundles import fetch_bundle, has_bundle, publish_bundl
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.data import FileData
 from rheostat.models.config.divergence import NoKl
-from rheostat.models.config.objectives import SequenceMean
 from rheostat.models.config.optimizers import Adam8bit, Muon
+from rheostat.models.config.policy_losses import SequenceMean
 from rheostat.models.config.training import WarmupConfig
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.policy import build_scratch, save_policy

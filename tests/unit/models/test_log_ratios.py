@@ -11,17 +11,12 @@ import torch
 from rheostat.models.algorithms.shaping import divergence
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import (
-    Cispo,
-    Gspo,
-    LossConfig,
-    PolicyGradient,
-    PpoClip,
-    UpdateConfig,
-)
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy_losses import Cispo, Dppo, Gmpo, Gspo, LossConfig, PolicyGradient, PpoClip, Sapo
 from rheostat.models.objectives.importance import correct, mismatch
 from rheostat.models.objectives.loss_inputs import LossInputs
-from rheostat.models.objectives.losses import kl_estimate, policy_loss
+from rheostat.models.objectives.losses import kl_estimate
+from rheostat.models.objectives.policy_losses import policy_loss
 from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, pass_tokens
 
 MAX_RATIO = 485165195.40979028
@@ -87,6 +82,9 @@ def test_without_a_penalty_a_token_without_advantage_adds_exactly_nothing_despit
         (Gspo(), 2 * MAX_RATIO, 2 * MAX_RATIO),  # the gradient of the log-prob times the ratio, which is a constant
         (Cispo(clip_high=0.28), 1.28 * 2 * 1000, 1.28 * 2),
         (PolicyGradient(), 2 * 1000, 2.0),
+        (Sapo(negative_temperature=4.0), 2.0, 0.0),  # the gate is at its limit of 4 / τ
+        (Gmpo(), 2 * MAX_RATIO, 2 * MAX_RATIO),  # as in GSPO
+        (Dppo(), 2 * MAX_RATIO, 0.0),  # a token that moves back is not masked
     ],
     ids=NAMES,
 )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat.models.config.objectives import (
+from rheostat.models.config.policy_losses import (
     Cispo,
     ConstantMean,
     Gspo,
@@ -22,10 +22,10 @@ from rheostat.models.objectives.loss_inputs import MetricSums
 from rheostat.models.objectives.losses import (
     explained_variance,
     fit_sums,
-    policy_loss,
     token_weights,
     value_loss,
 )
+from rheostat.models.objectives.policy_losses import policy_loss
 from rheostat.models.training.trainer import learning_rate
 from rheostat.models.training.update_steps import compute_step_ratios
 from tests.support.losses import LOSSES, NAMES, doubles, move_policy, pass_tokens, random_tokens

@@ -1,5 +1,6 @@
 """Log-probs of completion tokens are those of the whole model for every way to compute them."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
 from rheostat.infra.errors import BadInput
-from rheostat.models.config.corrections import TruncatedImportance
+from rheostat.models.config.corrections import MaskedImportance, SecondMoment, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import UpdateConfig, chunk_elements_of
+from rheostat.models.config.objectives import EntropyBonus, UpdateConfig, chunk_elements_of
+from rheostat.models.config.policy_losses import ClipCov, KlCov
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.head import HeadSettings as Head
 from rheostat.models.modeling.logit_shapes import LogitShape
@@ -24,6 +26,12 @@ from tests.support.training import DATA, TINY
 
 CHUNK = 2 * 354
 """Elements of a chunk of two tokens."""
+CORRECTIONS = {
+    "token": TruncatedImportance(cap=1.05),
+    "sequence": TruncatedImportance(cap=1.05, level="sequence"),
+    "veto": MaskedImportance(veto=0.1),
+    "second_moment": SecondMoment(),
+}
 
 
 def build(architecture: str = "llama"):
@@ -64,12 +72,12 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other_gradient():
     torch.testing.assert_close(frozen_gradients, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss", [*LOSSES, ClipCov(), KlCov()], ids=[*NAMES, "clip_cov", "kl_cov"])
 def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the_same_gradients(
-    loss, level, monkeypatch
+    loss, correction, monkeypatch
 ):
-    config = UpdateConfig(loss=loss, kl=KlPenalty(), correction=TruncatedImportance(cap=1.05, level=level))
+    config = UpdateConfig(loss=loss, kl=KlPenalty(), correction=CORRECTIONS[correction])
     model, generator = build(), torch.Generator().manual_seed(0)
     module, read = TokenLogprobs(model, temperature=0.7, chunk_elements=CHUNK), build_input()
     before_N = module(read).detach()
@@ -78,6 +86,7 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
         behavior_N=before_N + mismatch_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
         weights_N=torch.arange(6) / 15, rows_N=torch.tensor([0, 0, 0, 1, 1, 2]), lengths_B=torch.tensor([3, 2, 1]),
         old_N=before_N + noise_N, reference_N=before_N - noise_N,
+        selected_N=torch.tensor([0, 1, 0, 0, 1, 0]) > 0, outlier_N=torch.tensor([0, 0, 1, 0, 0, 0]) > 0,
     )  # fmt: skip
     gradients, calls, plain = [], [], Head.logits
     monkeypatch.setattr(Head, "logits", lambda *given: calls.append(len(given[1])) or plain(*given))
@@ -89,7 +98,9 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
         update_loss(logprobs_N, tokens, config=config, kl_coefficient=0.1, tally=MetricSums()).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         assert len(calls) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
-    assert (loss_gradient is None) == (loss.kind == "gspo" or level == "sequence")
+    assert (loss_gradient is None) == (loss.kind in ("gspo", "gmpo") or correction in ("sequence", "veto"))
+    with_bonus = config.model_copy(update={"entropy": EntropyBonus(coefficient=0.1)})
+    assert build_loss_gradient(tokens, config=with_bonus, kl_coefficient=0.1) is None
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
 
 
@@ -172,3 +183,36 @@ def test_log_probs_and_gradients_are_those_of_the_model_with_its_scale_or_soft_c
     (expected_N * torch.arange(6)).sum().backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+def test_entropies_and_their_gradients_are_those_of_all_logits_of_the_model(family, is_frozen):
+    model = MODELS[family][0]()
+    model.get_output_embeddings().weight.requires_grad_(not is_frozen)
+    read, factors_N2 = build_input(), torch.linspace(-1, 1, 12).reshape(6, 2)
+    logits_NV = model(input_ids=read.tokens_BT).logits.flatten(0, 1)[read.positions_N]
+    policies = torch.distributions.Categorical(logits=logits_NV / 0.7)
+    expected_N2 = torch.stack([policies.log_prob(read.targets_N), policies.entropy()], -1)
+    results = [expected_N2]
+    for elements in (1 << 26, CHUNK):
+        policy = TokenLogprobs(model, temperature=0.7, chunk_elements=elements)
+        results.append(policy(read._replace(with_entropy=True)))
+    gradients = []
+    for outputs_N2 in results:
+        model.zero_grad(set_to_none=True)
+        (outputs_N2 * factors_N2).sum().backward()
+        torch.testing.assert_close(outputs_N2, expected_N2, rtol=1e-5, atol=5e-6)
+        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=1e-4, atol=1e-5 * float(gradients[0].abs().max()))
+
+
+def test_the_entropy_ignores_tokens_that_are_never_generated():
+    logits = torch.tensor([[0.0, 5.0, 0.0, math.log(2)]], requires_grad=True)
+    settings = Head(LogitShape(), temperature=1.0, banned=(1,))
+    raw = settings.logits(logits)
+    assert settings.entropies(raw).item() == pytest.approx(1.5 * math.log(2))  # probabilities 1/4, 0, 1/4, 1/2
+    gradients = settings.compute_entropy_gradients(raw, torch.ones(1, 1))
+    half = math.log(2) / 2
+    assert gradients.flatten().tolist() == pytest.approx([half / 4, 0, half / 4, -half / 2])  # -p (log p + H)

@@ -7,7 +7,8 @@ import pytest
 from rheostat.infra.store.shards import write_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import Capo, DrGrpo, Grpo, Ppo, ReinforcePlusPlus
-from rheostat.models.config.objectives import ConstantMean, PpoClip, SequenceMean, TokenMean, UpdateConfig
+from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.policy_losses import ConstantMean, PpoClip, SequenceMean, TokenMean
 from rheostat.models.config.reward_terms import EnvironmentReward
 from rheostat.models.credit.assign import Credit, CreditRule, credit_completions
 from rheostat.models.credit.comparison import compare_advantages
@@ -22,7 +23,7 @@ from rheostat.models.rewards.environment import environment_rewards, returns_to_
 from rheostat.models.rollouts.groups import TurnRecord
 from rheostat.models.text.steps import Spans
 from rheostat.models.training.samples import open_samples
-from rheostat.models.training.update_steps import build_batches
+from rheostat.models.training.step_plans import build_batches
 
 Episode = list[tuple[int, list[int]]]
 """Policy version and tokens of each segment in order."""

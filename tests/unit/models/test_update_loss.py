@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import Gspo, PolicyGradient, PpoClip, UpdateConfig
+from rheostat.models.config.objectives import EntropyBonus, UpdateConfig
+from rheostat.models.config.policy_losses import Gspo, PolicyGradient, PpoClip
 from rheostat.models.objectives.importance import correct, needs_old
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
 from rheostat.models.objectives.losses import summarize_behavior, tally_behavior, tally_mismatch, update_loss
@@ -256,3 +257,43 @@ def test_gspo_differs_from_ppo_if_tokens_of_a_sequence_have_different_ratios():
         for loss in (Gspo(clip_low=0.9, clip_high=9.0), PpoClip(clip_low=0.9, clip_high=9.0))
     ]
     assert wide[0] != pytest.approx(wide[1], rel=1e-3)
+
+
+# ---- the entropy bonus
+
+
+def test_the_entropy_bonus_is_subtracted_with_the_weights_of_the_loss():
+    tokens, config = random_tokens([3, 2], seed=0), UpdateConfig(entropy=EntropyBonus(coefficient=0.5))
+    logprobs_N, entropies_N = move_policy(tokens, seed=0), doubles([1, 2, 3, 4, 5]).requires_grad_()
+    settings = {"kl_coefficient": 0.0, "tally": MetricSums()}
+    plain = update_loss(logprobs_N, tokens, config=UpdateConfig(), **settings)
+    loss = update_loss(logprobs_N, tokens, config=config, entropies_N=entropies_N, **settings)
+    loss.backward()
+    assert loss.item() == pytest.approx(plain.item() - 0.5 * float(tokens.weights_N @ entropies_N.detach()))
+    torch.testing.assert_close(entropies_N.grad, -0.5 * tokens.weights_N)
+
+
+def test_tokens_without_weight_have_no_entropy_bonus():
+    tokens, tally = replace(random_tokens([3], seed=0), weights_N=doubles([0.5, 0.0, 0.5])), MetricSums()
+    entropies_N, config = doubles([1, 2, 4]).requires_grad_(), UpdateConfig(entropy=EntropyBonus(coefficient=0.1))
+    update_loss(
+        move_policy(tokens, seed=0), tokens, config=config, kl_coefficient=0.0, entropies_N=entropies_N, tally=tally
+    ).backward()
+    assert entropies_N.grad.tolist() == pytest.approx([-0.05, 0, -0.05])
+    assert tally.unpacked(*tally.packed())[0]["full_entropy"] == 5
+
+
+@pytest.mark.parametrize(
+    ("bonus", "total", "coefficients"),
+    [
+        (EntropyBonus(coefficient=0.1), 3, [0.1, 0.1, 0.1]),
+        (EntropyBonus(coefficient=0.1, final=0.0), 5, [0.1, 0.075, 0.05, 0.025, 0.0]),
+        (EntropyBonus(coefficient=0.0, final=0.2), 3, [0.0, 0.1, 0.2]),
+        (EntropyBonus(coefficient=0.1, final=0.0), 1, [0.1]),
+    ],
+)
+def test_the_entropy_coefficient_changes_linearly_to_its_final_value_in_the_last_iteration(bonus, total, coefficients):
+    config = UpdateConfig(entropy=bonus)
+    found = [config.with_entropy_at(step, total).entropy.coefficient for step in range(total)]
+    assert found == pytest.approx(coefficients)
+    assert UpdateConfig().with_entropy_at(0, 5) == UpdateConfig()

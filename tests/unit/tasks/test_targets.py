@@ -27,7 +27,7 @@ from rheostat.models.inspection.directory import inspect_directory, inspect_poli
 from rheostat.models.inspection.facts import Inputs
 from rheostat.models.modeling.initial import iterate_texts
 from rheostat.models.modeling.initial import write_policy as write_initial
-from rheostat.models.objectives.losses import policy_loss
+from rheostat.models.objectives.policy_losses import policy_loss
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.records.versions import ModelVersion
 from rheostat.placement.policies.build import build_policy
