@@ -1,7 +1,7 @@
 """Scores by auxiliary models: before advantages are computed, reference, critic and teacher score every rollout token.
 
-One task uses all update ranks. The initial critic is created once, if the algorithm has a critic. A teacher is copied
-into the run once, unless it is behind an endpoint.
+One task uses all update ranks. The initial critic is created once, if the algorithm has a critic. Each teacher is
+copied into the run once, unless it is behind an endpoint.
 """
 
 from rheostat.infra.store.manifests import Manifest
@@ -11,35 +11,39 @@ from rheostat.models.records.versions import critic_of, policy_of
 from rheostat.models.records.work import CriticWork, EstimateWork, TeacherWork
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.run.iteration import Iteration
-from rheostat.tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey
+from rheostat.tasks.run.keys import BASE, PROMPTS, StageKey
 from rheostat.tasks.run.open_run import OpenRun
 from rheostat.tasks.run.stages import run_once, stage
 
 
-def find_stored_teacher(settings: RunConfig) -> TeacherDirectory | None:
-    """Return the configured distillation teacher if the run copies its model into the store. Return None if there
-    is no teacher, or if an endpoint serves the teacher."""
+def find_stored_teachers(settings: RunConfig) -> dict[int, TeacherDirectory]:
+    """Return the configured distillation teachers whose models the run copies into the store, by their index in
+    `Distillation.teachers`. Teachers that an endpoint serves are omitted."""
     distillation = settings.algorithm.distillation
-    return None if distillation is None else distillation.teacher.local_model
-
-
-def stores_teacher(open_run: OpenRun) -> bool:
-    """Return whether the run stores a teacher's model."""
-    return find_stored_teacher(open_run.settings) is not None
+    teachers = () if distillation is None else distillation.teachers.values()
+    return {index: local for index, each in enumerate(teachers) if (local := each.local_model) is not None}
 
 
 @stage("teacher", retries=2)
-async def make_teacher(open_run: OpenRun) -> Manifest:
-    """Copy the teacher's model into the run. Raises BadInput if its tokenizer does not match the policy's."""
+async def make_teacher(open_run: OpenRun, index: int) -> Manifest:
+    """Copy the model of one of `find_stored_teachers` into the run. Raises BadInput if its tokenizer does not match the
+    policy's."""
     settings = open_run.settings
-    teacher = find_stored_teacher(settings)
-    assert teacher is not None, "make_teacher needs a teacher that the run stores"
+    distillation = settings.algorithm.distillation
+    assert distillation is not None, "make_teacher needs a teacher that the run stores"
+    where = [*distillation.teachers][index]
     base, prompts = open_run.run.require(BASE), open_run.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
     pixels = open_run.settings.data.pixels
-    work = TeacherWork(teacher=teacher, policy=policy_of(base), longest_tokens=longest, pixels=pixels)
+    work = TeacherWork(
+        teacher=find_stored_teachers(settings)[index],
+        policy=policy_of(base),
+        longest_tokens=longest,
+        pixels=pixels,
+        where=where,
+    )
     return await run_once(
-        open_run, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts]
+        open_run, StageKey.teacher(index), role="preparation", method="make_teacher", work=work, parents=[base, prompts]
     )
 
 
@@ -56,7 +60,11 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
     reference = iteration.reference if needs.reference else None
     critic = iteration.critic if needs.critic else None
-    teacher = open_run.run.require(TEACHER) if stores_teacher(open_run) else None
+    stored = find_stored_teachers(open_run.settings)
+    teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
+    distillation = open_run.settings.algorithm.distillation
+    specialists = () if distillation is None else distillation.specialists
+    versions = [policy_of(teachers[index]) if index in teachers else None for index in range(1 + len(specialists))]
     work = EstimateWork(
         iteration=iteration.number,
         shards=scored.shards,
@@ -64,9 +72,13 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
         policy=policy_of(policy),
         reference=None if reference is None else policy_of(reference),
         critic=None if critic is None else critic_of(critic),
-        teacher=None if teacher is None else policy_of(teacher),
+        teacher=versions[0],
+        specialists=tuple(versions[1:]),
+        prompts=iteration.prompts.shards[0] if specialists else None,
     )
-    models = {manifest.key: manifest for manifest in (policy, reference, critic, teacher) if manifest is not None}
+    prompts = iteration.prompts if specialists else None
+    inputs = (policy, reference, critic, *teachers.values(), prompts)
+    models = {manifest.key: manifest for manifest in inputs if manifest is not None}
     key, parents = iteration.stage_key("estimates"), [*scored.rollouts, *models.values()]
     return await run_once(open_run, key, role="update", method="estimate", work=work, parents=parents)
 

@@ -22,6 +22,7 @@ from rheostat.tasks.run.open_run import OpenRun
 from rheostat.tasks.run.references import recorded_reset_every, reference_iteration
 from rheostat.tasks.run.rescorings import DerivedResult, list_derived_results
 from rheostat.tasks.run.reverts import has_reverted, policy_after
+from rheostat.tasks.run.solve_rates import summarize_choices
 from rheostat.tasks.run.stages import append_to_chain, commit_decision, controller_provenance
 from rheostat.tasks.run.states import newest_with_state, updates_since_state
 
@@ -54,7 +55,11 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
         open_run,
         iteration.stage_key("seal"),
         parents=[*plans, *rollouts, *scores, *auxiliary, credit, update, *([] if policy == update else [policy])],
-        metrics={"prompts": sum(len(batch.plan.rows) for batch in iteration.batches), **iteration.metrics},
+        metrics={
+            "prompts": sum(len(batch.plan.rows) for batch in iteration.batches),
+            **summarize_choices(iteration),
+            **iteration.metrics,
+        },
         detail={
             "policy": policy_of(policy).digest,
             **carry_over_after(iteration, open_run.settings.rollout.dynamic).detail(),
@@ -126,6 +131,7 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     }
     used |= {policy_of(policy_after(run, version)).weights.key for version in references}
     doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
+    doubtful_versions |= _references_of(run, range(max(1, loadable), loadable + 1))  # the reference before a reset
     doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
     retired = dict(progress.postponed_bundles)
     for key, bundle in old.items():

@@ -12,6 +12,7 @@ from rheostat.tasks.run.batch import Batch
 from rheostat.tasks.run.iteration import Iteration, ScoredRollouts
 from rheostat.tasks.run.keys import StageKey, reward_model_role
 from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.solve_rates import solve_rate_term
 from rheostat.tasks.run.stages import run_once, stage
 from rheostat.tasks.update import reward_coefficient
 
@@ -30,6 +31,7 @@ async def assign_credit(open_run: OpenRun, iteration: Iteration) -> Manifest:
         iteration.scored_rollouts(),
         dynamic=open_run.settings.rollout.dynamic,
         kl_coefficient=reward_coefficient(open_run, iteration),
+        rated_by=solve_rate_term(open_run.settings.rollout, open_run.settings.scoring),
     )
 
 
@@ -41,9 +43,10 @@ async def compute_credit(
     *,
     dynamic: DynamicSampling | None,
     kl_coefficient: float,
+    rated_by: str = "",
 ) -> Manifest:
     """Compute training samples from scored rollouts with the configured algorithm, and store them as the result
-    named `key`."""
+    named `key`. If `rated_by` names a reward, the result also lists the solve rates of the prompts."""
     settings, auxiliary = open_run.settings, auxiliary_manifests(open_run, iteration)
     work = CreditWork(
         iteration=iteration.number,
@@ -54,6 +57,7 @@ async def compute_credit(
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
         estimates=tuple(shard for manifest in auxiliary for shard in manifest.shards),
         kl_coefficient=kl_coefficient,
+        solve_rate_term=rated_by,
     )
     parents = [*scored.manifests, *auxiliary]
     return await run_once(open_run, key, role="scoring", method="credit", work=work, parents=parents)

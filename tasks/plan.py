@@ -1,6 +1,7 @@
 """Plans of batches. A plan lists the prompts, their division into shards, and the policy that generates
 completions. It is stored before work on the batch starts, so a resumed run does the same work."""
 
+from collections.abc import Mapping
 from math import floor
 
 from rheostat.infra.errors import Damaged
@@ -11,6 +12,7 @@ from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import PROMPTS, evaluation_key, iteration_key
 from rheostat.tasks.run.open_run import OpenRun
 from rheostat.tasks.run.reverts import policy_key
+from rheostat.tasks.run.solve_rates import prompt_order
 from rheostat.tasks.run.stages import commit_decision
 
 
@@ -58,22 +60,13 @@ def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: in
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
     excluded_rows = open_run.run.excluded_rows(iteration.number)
     taken_rows = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
-    num_prompts = iteration.prompts.shards[0].rows
+    order = prompt_order(iteration, settings.rollout, open_run.solve_rates)
     cursor = earlier[-1].cursor if earlier else before.cursor
     assert cursor is not None, "an iteration's batches have a cursor"
-    count = max(0, min(num_wanted, num_prompts - len(taken_rows | excluded_rows)))
+    count = max(0, min(num_wanted, order.num_prompts - len(taken_rows | excluded_rows)))
     rows, next_cursor = tuple[int, ...](), cursor
     if count:
-        parts, seed = iteration.data_parts, settings.seed
-        rows, next_cursor = take_rows(
-            cursor,
-            count,
-            taken=taken_rows,
-            num_prompts=num_prompts,
-            seed=seed,
-            parts=parts,
-            excluded=excluded_rows,
-        )
+        rows, next_cursor = take_rows(cursor, count, order, taken=taken_rows, excluded=excluded_rows)
     plan = BatchPlan(
         key=iteration_key(iteration.number, wave),
         number=iteration.number,
@@ -87,7 +80,7 @@ def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: in
         carried=tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else (),
         cursor=next_cursor,
     )
-    return _commit_plan(open_run, plan)
+    return _commit_plan(open_run, plan, {} if order.choice is None else order.choice.metrics(rows))
 
 
 def plan_evaluation(open_run: OpenRun, number: int) -> Batch:
@@ -121,7 +114,7 @@ def _plan_heldout(open_run: OpenRun, key: str, number: int, *, policy: str) -> B
     return _commit_plan(open_run, plan)
 
 
-def _commit_plan(open_run: OpenRun, plan: BatchPlan) -> Batch:
+def _commit_plan(open_run: OpenRun, plan: BatchPlan, metrics: Mapping[str, float] | None = None) -> Batch:
     batch = Batch(open_run.run, plan)
     if batch.is_replayed and not open_run.run.has(plan.plan_key):
         raise Damaged(
@@ -129,6 +122,6 @@ def _commit_plan(open_run: OpenRun, plan: BatchPlan) -> Batch:
             "exist. Create the what-if run again under another name."
         )
     manifest = commit_decision(
-        open_run, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded()
+        open_run, plan.plan_key, parents=[batch.policy, batch.prompts], metrics=metrics, detail=plan.as_recorded()
     )
     return Batch(open_run.run, BatchPlan.read(manifest))

@@ -249,7 +249,8 @@ def _describe_adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, s
     lora = config.update.lora
     if lora is None:
         return {}
-    return {"adapter": f"rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
+    kind = f"{'rank-stabilized ' * lora.rank_stabilized}{'DoRA' if lora.dora else 'LoRA'}"
+    return {"adapter": f"{kind} of rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
 
 
 def _describe_warmup(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
@@ -361,12 +362,19 @@ def _describe_judge(config: RunConfig, term: str, facts: dict[str, float]) -> st
 def _describe_teacher(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if (distillation := config.algorithm.distillation) is None:
         return {}
-    directory, endpoint = distillation.teacher.local_model, distillation.teacher.endpoint
-    if endpoint is not None:
-        return {"teacher": f"endpoint, {endpoint.base_url}"}
-    assert directory is not None, "a teacher is here or elsewhere"
+    specialists = distillation.specialists
+    size = f"{'up to ' if specialists else ''}{facts.get('teacher_parameters', 0.0):,.0f} parameters"
     place = "sharded over the update ranks" if config.update.shards_weights else "on every update rank"
-    return {"teacher": f"{facts['teacher_parameters']:,.0f} parameters, {format_path(directory.path)}, {place}"}
+    names = ["teacher", *(f"teacher of {each.column} = {', '.join(each.values)}" for each in specialists)]
+    lines = dict[str, str]()
+    for name, teacher in zip(names, distillation.teachers.values(), strict=True):
+        directory, endpoint = teacher.local_model, teacher.endpoint
+        if endpoint is not None:
+            lines[name] = f"endpoint, {endpoint.base_url}"
+        else:
+            assert directory is not None, "a teacher is here or elsewhere"
+            lines[name] = f"{size}, {format_path(directory.path)}, {place}"
+    return lines
 
 
 def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:

@@ -25,6 +25,7 @@ from rheostat.infra.store.runs import Run, open_run
 from rheostat.infra.user_files import read_text_file
 from rheostat.infra.validation_errors import explain, nearest
 from rheostat.models.algorithms.advantages import required_models
+from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.conflicts import JobParts, find_conflicts
 from rheostat.models.config.endpoints import MAX_PAUSE_SECONDS
 from rheostat.models.config.objectives import UpdateConfig
@@ -156,7 +157,7 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
         and any(recorded_reset_every(run, number) != kl.reset_every for number in numbers),
         "values of a critic": needs.critic and not has.critic,
         "log-probs of this teacher (algorithm.distillation)": needs.teacher
-        and (not has.teacher or own.distillation is None or own.distillation.teacher != terms.teacher),
+        and _teachers_of(own) != _teachers_of(terms.algorithm),
     }
     for what, is_wanting in wanting.items():
         if is_wanting:
@@ -164,6 +165,12 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
             yield f"{need}, but the run was trained with {own.label} and has not stored them. Use another algorithm."
     if terms.scores is not None:
         yield from _missing_scores(run, terms.scores, numbers)
+
+
+def _teachers_of(algorithm: Algorithm) -> tuple[object, ...]:
+    """Return the settings on which the stored log-probs of teachers depend. Empty if there is no teacher."""
+    distillation = algorithm.distillation
+    return () if distillation is None else (distillation.teacher, distillation.specialists)
 
 
 def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:

@@ -119,6 +119,7 @@ def merge(
             "merge writes its result to --to DIR (the merged policy) or --write-mergekit FILE (a mergekit "
             "configuration). Add one of them."
         )
+    method = options.find_method(store)
     if write_mergekit is not None:
         if options.method != "linear":
             raise BadInput(
@@ -135,7 +136,7 @@ def merge(
         dtype=options.dtype,
         adapters=options.adapters,
         unrelated=options.unrelated,
-        method=options.find_method(store),
+        method=method,
     )
     write(merged.model_dump_json(indent=2) if as_json else merged.text())
 

@@ -68,20 +68,22 @@ def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
     return np.bincount(row_T, weights=values_T, minlength=len(lengths_N)).astype(np.float64)
 
 
-def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
+def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float | Floats) -> Floats:
     """Return, for each token, the discounted sum of the values from this token to the end of its completion (T).
 
-    A value k tokens later is multiplied by factor^k. The sums are computed backwards for all completions at once, with
-    one numpy call per token of the longest completion. Completions are sorted by descending length, so that each call
-    covers only the completions that are long enough, and the total work is proportional to the number of tokens.
+    A value k tokens later is multiplied by factor^k. The factor may differ between completions (N). The sums are
+    computed backwards for all completions at once, with one numpy call per token of the longest completion. Completions
+    are sorted by descending length, so that each call covers only the completions that are long enough, and the total
+    work is proportional to the number of tokens.
     """
     order_N = np.argsort(-lengths_N, kind="stable")
     last_N = (np.cumsum(lengths_N) - 1)[order_N]
+    factor_N = np.broadcast_to(factor, lengths_N.shape)[order_N]
     reaching_L = len(lengths_N) - np.cumsum(np.bincount(lengths_N))[:-1]  # L: completions longer than 0, 1, 2, …
     sums_N, sums_T = np.zeros(len(lengths_N)), np.empty(len(values_T))
     for back, count in enumerate(reaching_L):
         index = last_N[:count] - back
-        sums_N[:count] *= factor
+        sums_N[:count] *= factor_N[:count]
         sums_N[:count] += values_T[index]
         sums_T[index] = sums_N[:count]
     return sums_T

@@ -36,6 +36,7 @@ MEASURED: Final = {
         *("dual_clip_fraction", "ratio_mean", "ratio_max", "mismatch_difference_mean", "mismatch_difference_max"),
         *("mismatch_ratio_mean", "mismatch_ratio_max", "mismatch_kl", "mismatch_tokens", "importance_weight_mean"),
         *("behavior_kl", "effective_sample_size", "selected_fraction", "full_entropy", "entropy_coefficient"),
+        *("low_entropy_fraction", "entropy_threshold"),
         *("importance_truncated", "importance_masked", "stale_fraction", "too_stale_fraction", "grad_norm_mean"),
         *("grad_norm_max", "learning_rate", "steps", "tokens", "samples", "quarantined", "value_loss"),
         *("value_clip_fraction", "value_error_max", "explained_variance", "critic_grad_norm"),
@@ -150,8 +151,8 @@ class EntropyCollapse(Alarm):
 
 
 class KlDrift(Alarm):
-    """Alarm that is raised if the KL divergence of the policy from the initial policy exceeds a bound. The alarm needs
-    a KL penalty (`update.kl` or `algorithm.kl`), because only a penalty measures the divergence."""
+    """Alarm that is raised if the KL divergence of the policy from the reference exceeds a bound. The alarm needs a KL
+    penalty (`update.kl` or `algorithm.kl`), because only a penalty measures the divergence."""
 
     kind: Literal["kl"] = "kl"
     window: Positive = 1

@@ -60,6 +60,7 @@ class Algorithm(Variant):
 
     checks = {
         "settings": "rheostat.models.inspection.training:check_algorithm",
+        "problems": "rheostat.models.inspection.training:check_specialists",
         "policy": "rheostat.models.inspection.training:check_critic",
     }
     informative: ClassVar[str] = "rheostat.models.algorithms.ragged:rewards_differ"
@@ -86,8 +87,8 @@ class Algorithm(Variant):
 
     @property
     def reward_kl(self) -> RewardKl | None:
-        """KL penalty in the reward, or None if there is none. If set, the initial policy computes the log-prob of every
-        token as the reference."""
+        """KL penalty in the reward, or None if there is none. If set, the reference computes the log-prob of every
+        token."""
         return None
 
     @property
@@ -130,7 +131,7 @@ class Algorithm(Variant):
                 f"rollout.sampling.max_new_tokens, which is {longest}. Lower the buffer"
             )
         if self.distillation is not None:
-            yield from self.distillation.teacher.find_conflicts(job)
+            yield from self.distillation.find_conflicts(job)
         critic = self.value_model
         if critic is not None and 0 < job.iterations <= critic.warmup_iterations:
             yield (
@@ -302,6 +303,13 @@ class Ppo(Algorithm):
     lam: Fraction = 0.95
     """λ of generalized advantage estimation. With 1, the advantage is the whole discounted return minus the critic's
     value; with 0, it is the temporal-difference error of one token."""
+    length_adaptive_lam: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.2.0", before=None)] = None
+    """Factor α of the length-adaptive λ (VAPO, arXiv 2504.05118, section 4.2), which replaces `lam` for the policy's
+    advantages: λ = 1 - 1 / (α x length of the completion), at least 0. The paper uses 0.05. With it, the reward at the
+    end also reaches the first tokens of long completions."""
+    critic_lam: Annotated[Fraction | None, Since("0.2.0", before=None)] = None
+    """λ of the advantages from which the critic's returns are computed (decoupled GAE, VC-PPO, arXiv 2503.01491). The
+    paper uses 1, with which the critic learns from the unbiased returns. If not set, it is `lam`."""
     whiten: bool = True
     """Whether advantages are normalized to mean 0 and standard deviation 1 over the whole batch."""
     kl: RewardKl | None = None

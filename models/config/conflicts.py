@@ -68,6 +68,7 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
     yield from _find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)
     yield from _find_time_conflicts(job.rollout)
+    yield from _find_curriculum_conflicts(job.rollout, job.scoring)
     yield from job.rollout.engine.find_conflicts(job)
     if job.update.router_replay is not None:
         yield from _find_replay_conflicts(job.rollout)
@@ -142,6 +143,10 @@ def find_image_generation_conflicts(
             "the log-prob of a denoising step is already a mean. Use 'ppo_clip'",
         ),
         "update.entropy": (update.entropy is not None, "denoising steps have no entropy over a vocabulary. Remove it"),
+        "update.top_entropy": (
+            update.top_entropy is not None,
+            "denoising steps have no entropy over a vocabulary. Remove it",
+        ),
         "the level or veto of update.correction or update.stale_correction": (
             any(each.compares_sequences for each in update.corrections),
             "the log-prob of a denoising step is already a mean. Set level = 'token' and no veto",
@@ -201,6 +206,25 @@ def _find_time_conflicts(rollout: RolloutConfig) -> Iterator[str]:
         yield (
             "rollout.partial.iteration_seconds is set, but it only cuts episodes, and no environment is set. Remove it "
             "(rollout.partial.tokens cuts other completions), or set [rollout.environment]"
+        )
+
+
+def _find_curriculum_conflicts(rollout: RolloutConfig, scoring: ScoringConfig) -> Iterator[str]:
+    """Yield one message for each reason why the solve rates of prompts are unknown, which the curriculum needs."""
+    if rollout.curriculum is None:
+        return
+    if rollout.group_size == 1:
+        yield (
+            "rollout.curriculum needs the solve rates of prompts, but rollout.group_size is 1, so a prompt has only "
+            "one completion. Set rollout.group_size to 2 or more, or remove the curriculum"
+        )
+    term = rollout.curriculum.metric or scoring.terms[0]
+    reward = next((each for each in scoring.rewards if each.term == term), None)
+    if reward is not None and reward.is_graded and reward.score_range is None:
+        yield (
+            f"rollout.curriculum needs a reward with a limited range of scores, but nothing limits the scores of "
+            f"reward {term!r}, so the solve rates of prompts are unknown. Set rollout.curriculum.metric to another "
+            "reward, or remove the curriculum"
         )
 
 

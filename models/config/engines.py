@@ -239,6 +239,11 @@ class VllmEngine(EngineSettings):
                 f"update.lora.rank is {lora.rank}, but vLLM serves adapters up to rank {LORA_RANKS[-1]}. Lower it, or "
                 "set rollout.engine.kind = 'transformers'"
             )
+        if lora is not None and lora.dora:
+            yield (
+                "update.lora.dora cannot be combined with rollout.engine.kind = 'vllm', because vLLM does not serve "
+                "DoRA adapters. Remove update.lora.dora, or set rollout.engine.kind = 'transformers'"
+            )
         if lora is not None and self.dtype == "float32" and job.pools.gpus_per_worker:
             yield (
                 "update.lora needs 16-bit numbers in vLLM on GPUs, but rollout.engine.dtype is 'float32'. Set "

@@ -7,7 +7,10 @@ from pydantic import Field, model_validator
 from rheostat.infra.config import Positive, Settings, Since
 from rheostat.infra.errors import BadInput
 from rheostat.models.config.attention import KERNELS, Attention
+from rheostat.models.config.corrections import Correction as Correction  # users' losses import these from here
 from rheostat.models.config.corrections import CorrectionConfig, TruncatedImportance
+from rheostat.models.config.corrections import MaskedImportance as MaskedImportance
+from rheostat.models.config.corrections import NoCorrection as NoCorrection
 from rheostat.models.config.divergence import Kl, KlPenalty, NoKl
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.optimizers import AdamW, OptimizerConfig
@@ -125,6 +128,11 @@ class UpdateConfig(Settings):
     that the divergence from an unchanged policy is 0. Under LoRA adapters it is always `dtype`."""
     entropy: Annotated[EntropyBonus | None, Since("0.2.0", before=None)] = None
     """Entropy bonus in the loss. It costs one more computation of the logits. If not set, there is none."""
+    top_entropy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Since("0.2.0", before=None)] = None
+    """Share of the trained tokens of a minibatch that the policy loss applies to: those with the highest entropy over
+    the vocabulary before the update (arXiv 2506.01939, with 0.2). It costs one more forward pass for the first
+    minibatch, or for all minibatches if the update computes no old log-probs. If not set, or 1, the loss applies to all
+    tokens."""
     correction: CorrectionConfig = TruncatedImportance()
     """Correction of the difference between the log-probs that the engine recorded and those that the trainer
     computes."""
@@ -235,6 +243,12 @@ class UpdateConfig(Settings):
         """Whether an importance correction masks outliers of a minibatch, which requires the log-probs of the whole
         minibatch before its first step."""
         return any(correction.moment_limit is not None for correction in self.corrections)
+
+    @property
+    def masks_low_entropy(self) -> bool:
+        """Whether `top_entropy` masks tokens, which requires the entropies of the whole minibatch before its first
+        step."""
+        return self.top_entropy is not None and self.top_entropy < 1
 
     @property
     def kl_penalty(self) -> KlPenalty | None:

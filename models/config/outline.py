@@ -12,8 +12,8 @@ class ModelOutline:
     kind: str
     """Name of the model's class in transformers, such as `LlamaForCausalLM`."""
     parameters: int
-    layers: Mapping[str, int]
-    """Input size plus output size of each linear layer that can have a LoRA adapter, by layer name."""
+    layers: Mapping[str, tuple[int, int]]
+    """Input size and output size of each linear layer that can have a LoRA adapter, by layer name."""
     head: int = 0
     """Number of parameters of a classifier head, or 0. All of them are trained even if the other layers have
     adapters."""

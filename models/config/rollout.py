@@ -1,10 +1,10 @@
-"""Configuration of rollout: number of prompts, dynamic sampling, partial rollout. Torch-free."""
+"""Configuration of rollout: number of prompts, dynamic sampling, partial rollout, curriculum. Torch-free."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rheostat.infra.config import Positive, Settings, Since
+from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.renamed import RenamedValue
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
@@ -55,6 +55,31 @@ class PartialRollout(Settings):
     tokens and time."""
 
 
+class DifficultyCurriculum(Settings):
+    """Choice of prompts by difficulty: of several candidates, the prompt is issued whose last known solve rate is
+    nearest to a target (arXiv 2507.04632).
+
+    The solve rate of a prompt is the mean score of its last group in the reward term `metric`, as a share of the range
+    of scores. Rates between 0 and 1 give a training signal, and a rate of 0.5 gives the strongest one (arXiv
+    2504.03380). A prompt is a candidate exactly once per epoch, so it is issued at most once per epoch.
+    """
+
+    metric: str | None = None
+    """Name of the reward term whose scores are the solve rate. The default is the first term."""
+    target: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Solve rate of the most useful prompt."""
+    candidates: Annotated[int, Field(ge=2, le=64)] = 4
+    """Number of prompts among which each prompt is chosen. The others wait for the next epoch. With more candidates,
+    the chosen prompts are nearer to the target and are repeated more often, because an epoch issues only one prompt in
+    `candidates`."""
+    explore: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of the prompts that are chosen without regard to solve rates: the first candidate without a known solve
+    rate or, if all are known, the first candidate. So every prompt can be issued in every epoch."""
+    unseen_solve_rate: Fraction = 0.25
+    """Solve rate that a prompt without a known solve rate counts as. At the target, new prompts come before all known
+    ones. Far from the target, known prompts are repeated first."""
+
+
 class RolloutConfig(Settings):
     """Settings for generating completions: how many per iteration, by which engine and policy version, and in which
     environment."""
@@ -84,5 +109,8 @@ class RolloutConfig(Settings):
     partial: PartialRollout | None = None
     """Partial rollout, which spreads long completions over several iterations. If not set, every completion is
     generated to its end."""
+    curriculum: Annotated[DifficultyCurriculum | None, Since("0.2.0", before=None)] = None
+    """Curriculum, which chooses prompts by their solve rates in earlier iterations. If not set, all prompts are issued
+    in random order."""
     environment: Annotated[EnvironmentConfig | None, Since("0.1.0", before=None)] = None
     """Environment that replies to the policy's turns. If not set, a completion consists of one turn."""

@@ -1,15 +1,19 @@
-"""Configuration of on-policy distillation: the teacher model and the factor of its log-probs. Torch-free."""
+"""Configuration of on-policy distillation: the teacher models and the factor of their log-probs. Torch-free."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
-from rheostat.infra.config import Settings
+from rheostat.infra.config import Settings, Since
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import Variant
 from rheostat.models.config.endpoints import Endpoint
 from rheostat.models.config.job import Job
+
+TEACHER_KEY: Final = "algorithm.distillation.teacher"
+"""Configuration key of the teacher for all problems that no specialist selects."""
 
 
 class Teacher(Variant):
@@ -78,11 +82,52 @@ class TeacherEndpoint(Endpoint, Teacher):
 TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint, Field(discriminator="kind")]
 
 
+def encode_value(value: JsonValue) -> str:
+    """Return the text with which the value of a column is compared: text unchanged, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+class Specialist(Settings):
+    """Teacher for some of the problems, which are selected by the value of a column."""
+
+    column: Annotated[str, Field(min_length=1)]
+    """Name of the column. Problems have the columns that `data.environment_columns` lists."""
+    values: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Values of the column with which a problem is selected. A value that is not text is compared as JSON, such as
+    `3` or `true`."""
+    teacher: TeacherConfig
+    """Teacher model for the selected problems."""
+
+    def selects(self, columns: Mapping[str, JsonValue]) -> bool:
+        """Return whether a problem with these columns is selected. A problem without the column is not selected."""
+        return self.column in columns and encode_value(columns[self.column]) in self.values
+
+
 class Distillation(Settings):
     """On-policy distillation: adds coefficient x (log π_teacher - log π_student) to the advantage of each token, where
     the student is the policy."""
 
     teacher: TeacherConfig
-    """Teacher model that computes the log-probs of the tokens in the policy's completions."""
+    """Teacher model that computes the log-probs of the tokens in the policy's completions, except completions of
+    problems that a specialist selects."""
+    specialists: Annotated[tuple[Specialist, ...], Since("0.2.0", before=())] = ()
+    """Further teachers, each for some of the problems. The first specialist that selects a problem is the only teacher
+    of its completions. Each update rank has at most one teacher of kind "directory" in memory at a time."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the log-prob difference in the advantage of a token."""
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """All teachers by their configuration keys: first `teacher`, then the teachers of `specialists` in order."""
+        keys = (f"algorithm.distillation.specialists[{index}].teacher" for index in range(len(self.specialists)))
+        others = zip(keys, (each.teacher for each in self.specialists), strict=True)
+        return {TEACHER_KEY: self.teacher, **dict(others)}
+
+    def choose_teacher(self, columns: Mapping[str, JsonValue]) -> int:
+        """Return the index in `teachers` of the teacher for a problem with these columns."""
+        return next((index for index, each in enumerate(self.specialists, 1) if each.selects(columns)), 0)
+
+    def find_conflicts(self, job: Job) -> Iterator[str]:
+        """Yield one message for each setting of the job with which a teacher cannot be combined."""
+        for teacher in self.teachers.values():
+            yield from teacher.find_conflicts(job)

@@ -4,12 +4,14 @@ The seal is the commit that ends an iteration. The stream of prompts is endless:
 rows. If the problems have several weighted parts, such as the files of a mixture, each part has such a stream, and the
 parts are mixed by weight. Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) takes prompts from the stream in
 waves. Each wave has as many prompts as are likely needed to reach the target number of informative groups.
+
+With a curriculum, each position of the stream has several candidate rows, and one of them is issued by its solve rate.
 """
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from itertools import count as counted
 from typing import Annotated, Final
 
@@ -43,27 +45,80 @@ class Part:
     weight: float
 
 
+@dataclass(frozen=True, slots=True)
+class PromptChoice:
+    """Choice of one of several candidate rows for each position of the stream of prompts, by the solve rates of the
+    prompts in earlier iterations.
+
+    Of n consecutive positions, about `explore` n are chosen without regard to solve rates. There the first candidate
+    without a known solve rate is issued or, if all are known, the first candidate. At all other positions, the
+    candidate is issued whose solve rate p has the smallest |p - `target`|, and the first one of equals. MoPPS (arXiv
+    2507.04632) chooses prompts by the same distance, but samples p from a Beta posterior of all groups of a prompt.
+    Here p is the rate of the last group. The candidates that are not issued come again in the next epoch.
+    """
+
+    solve_rates: Mapping[int, float]
+    """Last known solve rate of each prompt row, between 0 and 1. Rows without a known solve rate are not included."""
+    target: float
+    """Solve rate of the most useful prompt."""
+    candidates: int
+    """Number of candidate rows at each position."""
+    explore: float
+    """Share of the positions at which solve rates have no influence."""
+    unseen: float
+    """Solve rate that a row without a known solve rate counts as."""
+
+    def choose(self, number: int, rows: Sequence[int]) -> int:
+        """Return the row to issue among these candidates. `number` is the position in the stream, or in the stream of
+        the part to which the rows belong."""
+        if math.floor((number + 1) * self.explore) > math.floor(number * self.explore):
+            return next((row for row in rows if row not in self.solve_rates), rows[0])
+        return min(rows, key=lambda row: abs(self.solve_rates.get(row, self.unseen) - self.target))
+
+    def metrics(self, rows: Collection[int]) -> dict[str, float]:
+        """Return the number of rows with a known solve rate, and the sum of these solve rates."""
+        known = [self.solve_rates[row] for row in rows if row in self.solve_rates]
+        return {"seen_prompts": float(len(known)), "solve_rate_sum": math.fsum(known)}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """Order of the endless stream of prompts, which the seed and the solve rates of the prompts determine."""
+
+    num_prompts: int
+    """Number of prompt rows."""
+    seed: int
+    """Root seed of the run."""
+    parts: Sequence[Part] = ()
+    """Parts from which rows are sampled by weight. Empty if the rows are not divided into parts."""
+    choice: PromptChoice | None = None
+    """Choice among several candidates of the same part, or None if every row of the random order is issued."""
+
+    def candidates_from(self, position: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the candidate rows of each position of the stream, from `position` on. Each item also has the position
+        in the stream of the part."""
+        width = 1 if self.choice is None else self.choice.candidates
+        parts = [part for part in self.parts if part.rows]
+        if len(parts) > 1:
+            return _mixture(position, parts=parts, seed=self.seed, width=width)
+        return _candidates(position, num_prompts=self.num_prompts, seed=self.seed, width=width)
+
+
 def take_rows(
-    cursor: Cursor,
-    count: int,
-    *,
-    taken: Collection[int],
-    num_prompts: int,
-    seed: int,
-    parts: Sequence[Part] = (),
-    excluded: Collection[int] = (),
+    cursor: Cursor, count: int, order: PromptOrder, *, taken: Collection[int], excluded: Collection[int] = ()
 ) -> tuple[tuple[int, ...], Cursor]:
     """Return the indices of the next `count` distinct prompt rows, and the cursor after them.
 
     Rows in `taken`, which the iteration already uses, are not issued again in this iteration. If the stream yields such
-    a row, it is added to `returned` and issued later. Rows in `excluded` are never issued. With `parts`, rows are
-    sampled from the parts by weight. Raises ValueError if there are fewer than `count` other rows.
+    a row, it is added to `returned` and issued later. Rows in `excluded` are never issued. Raises ValueError if there
+    are fewer than `count` other rows.
     """
     others, never = frozenset(taken) | frozenset(excluded), frozenset(excluded)
-    if not 0 <= count <= num_prompts - len(others):
+    if not 0 <= count <= order.num_prompts - len(others):
         raise ValueError(
             f"{format_count(count, 'new prompt was', 'new prompts were')} requested for one iteration, but only "
-            f"{num_prompts - len(others)} of {num_prompts} are not yet used in it. Request at most that number"
+            f"{order.num_prompts - len(others)} of {order.num_prompts} are not yet used in it. Request at most that "
+            "number"
         )
     rows: dict[int, None] = {}
     waiting: list[int] = []
@@ -72,19 +127,19 @@ def take_rows(
             rows[row] = None
         else:
             waiting.append(row)
-    position = cursor.position
-    nonempty_parts = [part for part in parts if part.rows]
-    if len(nonempty_parts) > 1:
-        stream = _mixture(position, parts=nonempty_parts, seed=seed)
-    else:
-        stream = _stream(position, num_prompts=num_prompts, seed=seed)
+    position, stream = cursor.position, order.candidates_from(cursor.position)
     while len(rows) < count:
-        row = next(stream)
+        number, candidates = next(stream)
         position += 1
-        if row in others or row in rows:
-            waiting.append(row)
-        else:
+        allowed = [row for row in candidates if row not in never]
+        unused = [row for row in allowed if row not in others and row not in rows]
+        if not allowed:
+            continue
+        row = allowed[0] if order.choice is None else order.choice.choose(number, unused or allowed)
+        if unused:
             rows[row] = None
+        else:
+            waiting.append(row)
     return tuple(rows), Cursor(position=position, returned=tuple(row for row in waiting if row not in never))
 
 
@@ -102,6 +157,13 @@ def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
+def _candidates(position: int, *, num_prompts: int, seed: int, width: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield each position from `position` on, with its candidates: `width` consecutive rows of the endless stream."""
+    rows = _stream(position * width, num_prompts=num_prompts, seed=seed)
+    for number in counted(position):
+        yield number, [*islice(rows, width)]
+
+
 def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
     """Return the random order in which an epoch issues all prompt rows. The order depends only on the seed and the
     epoch."""
@@ -115,8 +177,9 @@ _BLOCK: Final = 2**16  # number of positions that are counted at once
 _AHEAD: Final = 2**8  # number of positions that are computed at once; an iteration needs dozens
 
 
-def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int]:
-    """Yield the indices of prompt rows from a position of the stream that mixes several parts by their weights.
+def _mixture(position: int, *, parts: Sequence[Part], seed: int, width: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the candidates (`width` prompt rows of one part) for each position, from `position` on, of the stream that
+    mixes several parts by their weights. Each item also has the position in the stream of the part.
 
     Position p of the stream belongs to the part whose interval contains the fractional part of u + p (sqrt(5) - 1) / 2.
     The offset u in [0, 1) is derived from the seed. The intervals fill [0, 1) in order, and the length of each is the
@@ -130,12 +193,13 @@ def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int
         places = _parts_at(range(start, min(start + _BLOCK, position)), parts=parts, seed=seed)
         num_drawn += np.bincount(places, minlength=len(parts))
     streams = [
-        _stream(int(before), num_prompts=len(part.rows), seed=derive_seed(seed, "part", number))
+        _candidates(int(before), num_prompts=len(part.rows), seed=derive_seed(seed, "part", number), width=width)
         for number, (part, before) in enumerate(zip(parts, num_drawn, strict=True))
     ]
     for start in counted(position, _AHEAD):
         for number in _parts_at(range(start, start + _AHEAD), parts=parts, seed=seed).tolist():
-            yield parts[number].rows[next(streams[number])]
+            place, rows = next(streams[number])
+            yield place, [parts[number].rows[row] for row in rows]
 
 
 def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.int64]:

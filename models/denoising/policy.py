@@ -37,7 +37,7 @@ from rheostat.models.denoising.pipeline import (
     read_pipeline,
 )
 from rheostat.models.inspection.directory import Inspected
-from rheostat.models.modeling.adapters import linear_layers
+from rheostat.models.modeling.adapters import layer_sizes, linear_layers
 from rheostat.models.modeling.checkpointing import checkpoint_denoiser
 from rheostat.models.modeling.merging import merge, read_adapter
 from rheostat.models.modeling.policy import lock_model_construction, policy_shape
@@ -162,7 +162,7 @@ def describe_denoiser(family: DenoiserFamily, config: Mapping[str, Any], *, text
     with lock_model_construction(), FakeTensorMode(allow_non_fake_inputs=True):
         model = diffusers_class(family.denoiser).from_config(dict(config))
         measured = _measure_activations(model, family, text=text)
-    layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
+    layers = {name: layer_sizes(layer) for name, layer in linear_layers(model).items()}
     blocks = len(measured.layers)
     parameters = sum(weight.numel() for weight in model.parameters())
     hidden = int(getattr(model, "inner_dim", 0)) or max(getattr(model.config, "block_out_channels", (0,)))

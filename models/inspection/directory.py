@@ -112,8 +112,7 @@ def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
     from rheostat.models.modeling.weighted_sum import compare_parents, find_method, find_parents
 
     parents, base = find_parents(policy), find_method(policy).base
-    policies = parents if base is None else (*parents, base)
-    compare_parents(policies, unrelated=policy.allow_unrelated, casts=policy.dtype is not None)
+    compare_parents(parents, unrelated=policy.allow_unrelated, casts=policy.dtype is not None, base=base)
     return inspect_directory(parents[0].path, is_trained=True)
 
 

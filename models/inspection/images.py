@@ -15,7 +15,7 @@ from rheostat.infra.store.inputs import fetch_path
 from rheostat.models.config.images import PixelLimits
 from rheostat.models.config.judges import EndpointJudge, JudgeReward
 from rheostat.models.config.rewards import ScoringConfig
-from rheostat.models.config.teachers import Teacher
+from rheostat.models.config.teachers import TEACHER_KEY, Teacher
 from rheostat.models.config.verdicts import ScoreVerdict
 from rheostat.models.data.images import check_pixels, digest_of, read_header
 from rheostat.models.data.problems import Problem, identity
@@ -107,27 +107,32 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
 
 
 def check_teacher_images(
-    teacher: Teacher, problems: Sequence[Problem], processor: VisionProcessor | None, *, limits: PixelLimits
+    teacher: Teacher,
+    problems: Sequence[Problem],
+    processor: VisionProcessor | None,
+    *,
+    limits: PixelLimits,
+    where: str = TEACHER_KEY,
 ) -> None:
     """Raise BadInput if the teacher cannot score prompts with images. The teacher must encode each image as the same
-    tokens as the policy, whose image processor is `processor`."""
+    tokens as the policy, whose image processor is `processor`. `where` is the configuration key of the teacher."""
     with_images = [problem for problem in problems if problem.images]
     if not with_images or processor is None:
         return
-    where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
+    prompt = f"{where}: the prompt {with_images[0].source} has images"
     if teacher.local_model is None:
         raise BadInput(
-            f"{where}, which teachers behind an endpoint do not support. Use a teacher with teacher.kind = 'directory'."
+            f"{prompt}, which teachers behind an endpoint do not support. Use a teacher of kind 'directory'."
         )
     own = load_limited_processor(fetch_path(teacher.local_model.path), limits)
     if own is None:
-        raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
+        raise BadInput(f"{prompt}, but the teacher reads only text. Use a vision-language model as the teacher.")
     encoded = {image: problem.source for problem in with_images for image in problem.images}
     sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
     for size, source in sizes.items():
         if own.encode_image(size) != processor.encode_image(size):
             raise BadInput(
-                f"algorithm.distillation.teacher: an image of {source} with {size.width} x {size.height} pixels "
+                f"{where}: an image of {source} with {size.width} x {size.height} pixels "
                 f"becomes {own.count_tokens(size)} tokens for the teacher but {processor.count_tokens(size)} for the "
                 "policy. Both must read the same tokens, so the settings of their image processors must be equal. Use "
                 "a teacher with the policy's preprocessor_config.json."

@@ -65,12 +65,14 @@ def microbatch_bytes(
     """
     number = BYTES[update.dtype]
     norms = model.norm_numbers * ((update.dtype == "bfloat16") - (update.lora is not None))
-    block = sizes.tokens * number * (model.kept_numbers + norms)
+    kept_by_adapters = 0 if update.lora is None else update.lora.count_kept(model) / max(model.blocks, 1)
+    block = sizes.tokens * number * (model.kept_numbers + norms + kept_by_adapters)
     kept_activations, inputs = block * model.blocks, sizes.tokens * number * model.hidden_size * model.blocks
     recomputes = update.activation_checkpointing
     if recomputes is None:
         recomputes = model.recomputes and kept_activations > max(CHECKPOINTING_BYTES, held)
     activations = inputs + block * model.largest_block if recomputes else kept_activations
+    activations += number * (0 if update.lora is None else update.lora.count_matrix(model))
     logits = sizes.tokens * model.vocab_size
     head = head_bytes(logits, memory=None)
     copied = number * (model.parameters if update.lora is None else update.lora.count_trained(model))

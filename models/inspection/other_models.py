@@ -25,7 +25,7 @@ from rheostat.models.config.judges import (
 )
 from rheostat.models.config.outline import ModelOutline
 from rheostat.models.config.policy import PolicyConfig
-from rheostat.models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
+from rheostat.models.config.teachers import TEACHER_KEY, Teacher, TeacherDirectory, TeacherEndpoint
 from rheostat.models.data.problems import Problem
 from rheostat.models.endpoints.prompt_logprobs import TokenScorer
 from rheostat.models.inspection.directory import Inspected, inspect_directory, inspect_policy
@@ -62,29 +62,36 @@ class TeacherCheck(Protocol):
         /,
         *,
         longest_tokens: int,
-        slices: int = 1,
+        slices: int,
+        where: str,
     ) -> ModelOutline | None:
         """Return the size and structure of the teacher that the run's workers load, or None if it is behind an
-        endpoint. `slices` is the number of ranks in a sequence-parallel group. Raises BadInput if the teacher cannot
-        score the policy's tokens."""
+        endpoint. `slices` is the number of ranks in a sequence-parallel group, and `where` the configuration key of
+        the teacher. Raises BadInput if the teacher cannot score the policy's tokens."""
         ...
 
 
 def check_teacher(
-    teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
+    teacher: Teacher,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    longest_tokens: int,
+    slices: int = 1,
+    where: str = TEACHER_KEY,
 ) -> ModelOutline | None:
     """Check that a teacher can score the policy's tokens. Return the size and structure of the teacher that the run's
     workers load, or None if it is behind an endpoint. `longest_tokens` is the maximum length of prompt and completion
-    together, `slices` the number of ranks in a sequence-parallel group. Raises BadInput if the teacher does not fit.
+    together, `slices` the number of ranks in a sequence-parallel group, and `where` the teacher's configuration key.
+    Raises BadInput if the teacher does not fit.
 
     Weights are not read, and no request is sent.
     """
     check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.label!r}"))
-    return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
+    return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices, where=where)
 
 
 def check_teacher_endpoint(
-    teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
+    teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int, where: str
 ) -> None:
     """Check that the configuration allows requests to the teacher's endpoint. Returns None, because workers load no
     teacher."""
@@ -92,36 +99,36 @@ def check_teacher_endpoint(
 
 
 def check_teacher_directory(
-    teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
+    teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int, where: str
 ) -> ModelOutline:
     """Check that the teacher's tokenizer and context length fit the policy, and return the teacher's size and
     structure."""
     try:
         inspected = inspect_directory(fetch_path(teacher.path))
     except BadInput as error:
-        raise BadInput(f"algorithm.distillation.teacher: {error}") from error
-    _check_tokens(fetch_path(teacher.path), inspected.tokenizer, tokenizer)
+        raise BadInput(f"{where}: {error}") from error
+    _check_tokens(f"{where} {format_path(teacher.path)}", inspected.tokenizer, tokenizer)
     if longest_tokens > inspected.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {format_path(teacher.path)}: the teacher's context is "
+            f"{where} {format_path(teacher.path)}: the teacher's context is "
             f"{inspected.shape.context_text}, but the longest prompt plus max_new_tokens need at least "
             f"{longest_tokens} tokens. Use a teacher with a longer context, or lower rollout.sampling.max_new_tokens."
         )
-    inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {format_path(teacher.path)}")
+    inspected.shape.check_slices(slices, what=f"{where} {format_path(teacher.path)}")
     return inspected.outline
 
 
-def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
+def _check_tokens(teacher: str, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
     """Raise BadInput unless each token of the policy has the same ID in the teacher, and the end tokens are the same.
-    The teacher may have additional tokens. `path` is the teacher's directory."""
+    The teacher may have additional tokens. `teacher` is its configuration key and path."""
     if (other := _find_differing_token(own, policy)) is not None:
         raise BadInput(
-            f"algorithm.distillation.teacher {path}: the tokenizer differs from the policy's: {other}. Use a teacher "
+            f"{teacher}: the tokenizer differs from the policy's: {other}. Use a teacher "
             "with the tokenizer of the policy."
         )
     if own.eos_token_id != policy.eos_token_id:
         raise BadInput(
-            f"algorithm.distillation.teacher {path}: the EOS token is {own.eos_token!r}, but the policy's is "
+            f"{teacher}: the EOS token is {own.eos_token!r}, but the policy's is "
             f"{policy.eos_token!r}, so the policy would be trained never to end. Use a teacher with the same EOS token."
         )
 

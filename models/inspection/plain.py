@@ -109,7 +109,7 @@ class DecoderSizes:
         return ModelOutline(
             kind=f"{CLASSES[self.architecture]}{ending}",
             parameters=sum(map(prod, weights.values())) + head,
-            layers={name: sum(shape) for name, shape in linear.items()},
+            layers={name: (inputs, outputs) for name, (outputs, inputs) in linear.items()},
             head=head,
             matmul_parameters=sum(map(prod, linear.values())) + (head or self.vocab_size * self.hidden_size),
             blocks=self.layers,

@@ -12,7 +12,7 @@ from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.policy_losses import PolicyLoss
-from rheostat.models.config.teachers import Teacher
+from rheostat.models.config.teachers import Teacher, encode_value
 from rheostat.models.inspection.facts import InputFacts
 from rheostat.models.inspection.images import check_teacher_images
 from rheostat.models.inspection.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
@@ -20,6 +20,9 @@ from rheostat.models.inspection.memory import MicrobatchSizes, critic_bytes, fro
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
 """Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
 ones."""
+
+_SHOWN = 10
+"""Maximum number of a column's values that a message lists."""
 
 
 def check_algorithm(algorithm: Algorithm, facts: InputFacts, where: str) -> None:
@@ -82,14 +85,38 @@ def check_critic(algorithm: Algorithm, facts: InputFacts, where: str) -> CheckRe
 
 
 def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResult | None:
-    """Check that the teacher can score the policy's tokens, and return its size."""
+    """Check that the teacher can score the policy's tokens, and return its size. If an earlier teacher is larger,
+    return the size of that one, because a rank has one teacher in memory at a time."""
     from rheostat.models.inspection import other_models
 
     update, ranks = facts.inputs.update, facts.inputs.pools.update_ranks
     longest, slices = facts.longest_tokens, update.sequence_parallel
-    model = other_models.check_teacher(teacher, facts.tokenizer, longest_tokens=longest, slices=slices)
-    check_teacher_images(teacher, facts.problems, facts.processor, limits=facts.inputs.data.pixels)
+    model = other_models.check_teacher(teacher, facts.tokenizer, longest_tokens=longest, slices=slices, where=where)
+    check_teacher_images(teacher, facts.problems, facts.processor, limits=facts.inputs.data.pixels, where=where)
     if model is None:
         return None
     sizes = frozen_model_bytes(update, model, name="teacher", ranks=ranks)
-    return CheckResult(facts={"teacher_parameters": model.parameters, **sizes})
+    numbers = {"teacher_parameters": model.parameters, **sizes}
+    return CheckResult(facts={name: max(size, facts.numbers.get(name, 0.0)) for name, size in numbers.items()})
+
+
+def check_specialists(algorithm: Algorithm, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if a specialist teacher selects no training problem."""
+    distillation = algorithm.distillation
+    if distillation is None or not distillation.specialists:
+        return
+    chosen = {distillation.choose_teacher(problem.columns) for problem in facts.train}
+    for index, specialist in enumerate(distillation.specialists):
+        if index + 1 in chosen:
+            continue
+        values = {
+            encode_value(problem.columns[specialist.column])
+            for problem in facts.train
+            if specialist.column in problem.columns
+        }
+        found = f"has the values {', '.join(sorted(values)[:_SHOWN])}" if values else "is in no problem"
+        raise BadInput(
+            f"algorithm.distillation.specialists[{index}] selects no training problem: it selects "
+            f"{specialist.column} = {' or '.join(specialist.values)} unless an earlier specialist does, but the column "
+            f"{found}. Correct the values, or list the column in environment_columns of the data."
+        )

@@ -1,16 +1,17 @@
-"""Training of low-rank adapters (LoRA, arXiv 2106.09685): peft's layers are added to a model and saved in peft's
-format.
+"""Training of low-rank adapters (LoRA, arXiv 2106.09685, rsLoRA and DoRA): peft's layers are added to a model and saved
+in peft's format.
 
 The base weights stay fixed. The head of a classifier is trained completely, together with the adapters. Shapes: R rank,
 I inputs.
 """
 
+import importlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import BundledFile, BundleRef, fetch_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.file_writer import write_files
@@ -25,10 +27,10 @@ from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.outline import ModelOutline
 from rheostat.models.modeling.checkpointing import layers_to_recompute
 from rheostat.models.modeling.flash import attentions_of
-from rheostat.models.modeling.merging import PREFIX, SETTINGS, TENSORS
+from rheostat.models.modeling.merging import MAGNITUDE, PREFIX, SETTINGS, TENSORS
 from rheostat.models.modeling.policy import lock_model_construction
 from rheostat.models.modeling.safetensors import tensor_pieces
-from rheostat.models.modeling.trials import allows_float32_trials
+from rheostat.models.modeling.trials import allows_float32_trials, is_sharded
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.vision.parts import part_of
@@ -62,9 +64,10 @@ def load_trainable(
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
-    """Freeze a model and add float32 LoRA adapters that leave its outputs unchanged at first. The adapter's matrix B is
-    initialized to 0, and A from a seed that is derived from the digest of `base`, the stored base weights. Raises
-    BadInput if a name in `lora.targets` matches no layer."""
+    """Freeze a model and add float32 adapters that leave its outputs unchanged at first. The adapter's matrix B is
+    initialized to 0, A from a seed that is derived from the digest of `base`, the stored base weights, and the
+    magnitudes of DoRA to the norms of the rows of the weights. Raises BadInput if a name in `lora.targets` matches no
+    layer, or with DoRA if a row of a weight is zero. With sharded weights, DoRA makes this collective."""
     import peft  # peft imports DeepSpeed, which then chooses its accelerator, so not before the ranks have joined
 
     layers = adapted_layers(model, lora)
@@ -72,6 +75,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated as int, used as any number
+        use_rslora=lora.rank_stabilized,
+        use_dora=lora.dora,
         lora_dropout=0.0,  # log-probs must be those of the policy that generated
         target_modules=list(layers),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
@@ -79,7 +84,10 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
         base_model_name_or_path=f"../../{base.key}",  # relative to the adapter's bundle, wherever the store is
         inference_mode=False,
     )
-    with lock_model_construction():  # peft also samples random numbers, which are replaced
+    with (
+        lock_model_construction(),
+        _gather_layers(layers.values()),
+    ):  # peft also samples random numbers, which are replaced
         peft.inject_adapter_in_model(settings, model)
     generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
     for name, parameter in model.named_parameters():
@@ -89,6 +97,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
             parameter.data = values.to(parameter.device)
         elif ".lora_B." in name:
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
+        elif f"{MAGNITUDE}." in name:
+            parameter.data = _check_magnitudes(name, parameter.data).float()
         elif head is not None and name.startswith(f"{head}."):
             parameter.requires_grad_(True)
 
@@ -138,7 +148,7 @@ def outline(model: PreTrainedModel) -> ModelOutline:
     """Return the sizes and layers of a model without adapters, to estimate the memory that training needs. The model
     may be on the `meta` device."""
     head = getattr(model, _find_head_name(model) or "", None)
-    layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
+    layers = {name: layer_sizes(layer) for name, layer in linear_layers(model).items()}
     text = model.config.get_text_config()
     return ModelOutline(
         kind=type(model).__name__,
@@ -149,7 +159,7 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         blocks=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        kept_numbers=round(_VALUES_KEPT_PER_VALUE * sum(layers.values()) / text.num_hidden_layers),
+        kept_numbers=round(_VALUES_KEPT_PER_VALUE * sum(map(sum, layers.values())) / text.num_hidden_layers),
         norm_numbers=2 * text.hidden_size,
         attentions=attentions_of(model),
         recomputes=bool(layers_to_recompute(model)),
@@ -202,6 +212,42 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     }
 
 
+def layer_sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+    """Return the input size and the output size of a layer."""
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+
+
+@contextmanager
+def _gather_layers(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Run the block with peft gathering the sharded weights of one layer at a time, from which it computes the
+    magnitudes of DoRA. `lock_model_construction` must be active, because a function of peft is replaced: peft itself
+    gathers only if transformers' trainer has set up ZeRO-3."""
+    dora: Any = importlib.import_module("peft.tuners.lora.dora")  # not before the ranks have joined, see above
+    if not any(is_sharded(parameter) for layer in layers for parameter in layer.parameters()):
+        yield
+        return
+    import deepspeed
+
+    module: Any = dora
+    original = module.gather_params_ctx
+    module.gather_params_ctx = deepspeed.zero.GatheredParameters
+    try:
+        yield
+    finally:
+        module.gather_params_ctx = original
+
+
+def _check_magnitudes(name: str, magnitude_O: Tensor) -> Tensor:
+    """Return new magnitudes of a layer. Raises BadInput if one is 0, because DoRA would divide by 0."""
+    if zeros := int((magnitude_O == 0).sum()):
+        raise BadInput(
+            f"update.lora.dora cannot train the layer {name.partition(MAGNITUDE)[0]}, because the weights of {zeros} "
+            "of its outputs are all zero. Exclude the layer with update.lora.targets, or remove update.lora.dora"
+        )
+    return magnitude_O
+
+
 def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
     """Load adapters from files that `save_adapters` wrote. The model must have the same adapted layers."""
     tensors, parameters = load_file(directory / TENSORS), dict(_named_as_peft(model))
@@ -214,7 +260,7 @@ def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
 def _named_as_peft(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield f"{PREFIX}{name.replace(f'.{_NAME}.', '.')}", parameter
+            yield f"{PREFIX}{name.replace(f'.{_NAME}.', '.').replace(f'{MAGNITUDE}.weight', MAGNITUDE)}", parameter
 
 
 def _shorten_names(model: PreTrainedModel, layers: set[str]) -> list[str]:

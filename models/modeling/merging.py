@@ -1,4 +1,4 @@
-"""LoRA adapters in peft's format: reading and checking them, and adding them to their base model.
+"""LoRA and DoRA adapters in peft's format: reading and checking them, and adding them to their base model.
 
 Shapes: R rank, I inputs and O outputs of a layer.
 """
@@ -30,7 +30,7 @@ PREFIX: Final = "base_model.model."
 """Prefix that peft's files add to the names of the base model's modules."""
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
 """Initialization methods in peft that also change the weights of the base model."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A, _B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
 class AdapterSettings(BaseModel):
@@ -53,11 +53,10 @@ class AdapterSettings(BaseModel):
     alora_invocation_tokens: list[int] | None = None
 
     def find_unsupported(self) -> list[str]:
-        """Return the names of settings with which the adapted weight is not simply the base weight plus scale x B A."""
+        """Return the names of settings with which the adapter is neither LoRA nor rsLoRA nor DoRA."""
         method = self.init_lora_weights if isinstance(self.init_lora_weights, str) else ""
         unsupported = {
             f"peft_type = {self.peft_type!r}": self.peft_type != "LORA",
-            "use_dora": self.use_dora,
             f"bias = {self.bias!r}": self.bias != "none",
             f"init_lora_weights = {method!r}": method.startswith(_CHANGES_BASE),
             "layer_replication": bool(self.layer_replication),
@@ -90,11 +89,13 @@ class Delta:
     a_RI: Tensor
     b_OR: Tensor
     scale: float
+    magnitude_O: Tensor | None = None
+    """Norm of each row of the changed weight (DoRA), or None for adapters without magnitudes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """LoRA adapter that was read from files in peft's format and checked."""
+    """LoRA or DoRA adapter that was read from files in peft's format and checked."""
 
     directory: Path
     rank: int
@@ -103,6 +104,11 @@ class Adapter:
     """LoRA factors of each adapted layer, by the layer's name in the base model."""
     replaced: dict[str, Tensor]
     """Parameters that replace those of the base model because they were trained completely, such as a critic's head."""
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether this is a DoRA adapter."""
+        return any(delta.magnitude_O is not None for delta in self.deltas.values())
 
 
 def is_adapter(directory: Path) -> bool:
@@ -130,13 +136,13 @@ def find_base(directory: Path) -> Path:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter in peft's format from its directory. Raises BadInput if it is neither LoRA nor rsLoRA, or if its
-    files cannot be read."""
+    """Read an adapter in peft's format from its directory. Raises BadInput if it is neither LoRA nor rsLoRA nor DoRA,
+    or if its files cannot be read."""
     settings = _read_settings(directory)
     if unsupported := settings.find_unsupported():
         raise BadInput(
-            f"adapter {directory}: {SETTINGS} sets {', '.join(unsupported)}, but only LoRA and rsLoRA adapters are "
-            "read. Merge the adapter into its base with peft (merge_and_unload), and use the merged model."
+            f"adapter {directory}: {SETTINGS} sets {', '.join(unsupported)}, but only LoRA, rsLoRA and DoRA adapters "
+            "are read. Merge the adapter into its base with peft (merge_and_unload), and use the merged model."
         )
     read_header(directory / TENSORS, where=f"adapter {directory}")
     tensors = load_file(directory / TENSORS)
@@ -146,6 +152,12 @@ def read_adapter(directory: Path) -> Adapter:
         raise BadInput(
             f"adapter {directory}: the layer {unpaired[0]} has a matrix A but no matrix B. Save the adapter again "
             "with peft"
+        )
+    with_magnitudes = {name.removesuffix(MAGNITUDE) for name in tensors_by_name if name.endswith(MAGNITUDE)}
+    if with_magnitudes != (set(layers) if settings.use_dora else set()):
+        raise BadInput(
+            f"adapter {directory}: {SETTINGS} sets use_dora = {settings.use_dora}, but {len(with_magnitudes)} of "
+            f"{len(layers)} layers have magnitudes. Save the adapter again with peft"
         )
     try:
         scales = {name: settings.scale(name) for name in layers}
@@ -157,9 +169,15 @@ def read_adapter(directory: Path) -> Adapter:
         directory=directory,
         rank=max([settings.r, *settings.rank_pattern.values()]),
         deltas={
-            name: Delta(tensors_by_name[f"{name}{_A}"], tensors_by_name[f"{name}{_B}"], scales[name]) for name in layers
+            name: Delta(
+                a_RI=tensors_by_name[f"{name}{_A}"],
+                b_OR=tensors_by_name[f"{name}{_B}"],
+                scale=scales[name],
+                magnitude_O=tensors_by_name.get(f"{name}{MAGNITUDE}"),
+            )
+            for name in layers
         },
-        replaced={name: tensor for name, tensor in tensors_by_name.items() if not name.endswith((_A, _B))},
+        replaced={name: tensor for name, tensor in tensors_by_name.items() if not name.endswith((_A, _B, MAGNITUDE))},
     )
 
 
@@ -180,6 +198,12 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
                 f"adapter {adapter.directory}: the adapter of {name} is for weights of shape {shape_OI}, but those of "
                 f"the base model have the shape {base_OI}. Use the base model with which the adapter was trained"
             )
+        if delta.magnitude_O is not None and delta.magnitude_O.shape != shape_OI[:1]:
+            raise BadInput(
+                f"adapter {adapter.directory}: the magnitudes of {name} have the shape "
+                f"{tuple(delta.magnitude_O.shape)}, but the layer has {shape_OI[0]} outputs. Use the base model with "
+                "which the adapter was trained"
+            )
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
     for name, tensor in adapter.replaced.items():
         if shapes.get(name) != tuple(tensor.shape):
@@ -191,11 +215,12 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
-    """Add a LoRA adapter to a float32 model on the CPU, and return the parameters that changed, by name. Raises
-    BadInput if the adapter does not fit.
+    """Add an adapter to a float32 model on the CPU, and return the parameters that changed, by name. Raises BadInput if
+    the adapter does not fit.
 
-    Each changed weight is `W + (alpha / rank) * (B @ A)`, all in float32. If a layer stores its weight as inputs x
-    outputs, the product is transposed. The same files always give the same bits.
+    Each changed weight is `W + scale * (B @ A)`, all in float32. With DoRA, each of its rows is then divided by its
+    norm and multiplied by its magnitude. If a layer stores its weight as inputs x outputs, the product is transposed.
+    The same files always give the same bits.
     """
     check_fits(model, adapter)
     changed = dict(_iter_merged(model, adapter))
@@ -208,7 +233,7 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
 def load_merged(
     base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a base model and add a LoRA adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
+    """Load a base model and add an adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
     wide = load_policy(base)
     changed = merge(wide, read_adapter(adapter))
     if dtype == torch.float32:
@@ -226,7 +251,7 @@ def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str
     for name, delta in adapter.deltas.items():
         layer = _find_layer(model, name)
         assert layer is not None, "a fitting adapter contains only existing layers"
-        yield f"{name}.weight", layer.weight + _compute_delta(delta, layer)
+        yield f"{name}.weight", _apply_delta(layer.weight, delta, layer=layer)
     yield from adapter.replaced.items()
 
 
@@ -241,14 +266,20 @@ def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTraine
         return weight
     module = _find_layer(model, layer)
     assert module is not None, "a fitting adapter contains only existing layers"
-    return weight.float() + _compute_delta(adapter.deltas[layer], module)
+    return _apply_delta(weight.float(), adapter.deltas[layer], layer=module)
 
 
-def _compute_delta(delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
-    """Return the matrix scale x B A that is added to a layer's weight, transposed if the layer stores its weight as
-    inputs x outputs."""
+def _apply_delta(weight: Tensor, delta: Delta, *, layer: nn.Linear | Conv1D) -> Tensor:
+    """Return the float32 weight of a layer plus scale x B A. The product is transposed if the layer stores its weight
+    as inputs x outputs. With DoRA, return m (W + scale x B A) / ||W + scale x B A||, where the norm is that of the
+    weights of one output (arXiv 2402.09353, eq. 5)."""
     delta_OI = delta.scale * (delta.b_OR.float() @ delta.a_RI.float())
-    return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
+    is_transposed = isinstance(layer, Conv1D)
+    changed = weight + (delta_OI.T if is_transposed else delta_OI)
+    if delta.magnitude_O is None:
+        return changed
+    norms: Tensor = torch.linalg.vector_norm(changed, dim=0 if is_transposed else 1, keepdim=True)
+    return delta.magnitude_O.float().view_as(norms) / norms * changed
 
 
 def _find_layer(model: PreTrainedModel, name: str) -> nn.Linear | Conv1D | None:

@@ -2,8 +2,8 @@
 
 By default, a merge is the weighted sum θ = Σ λ_i θ_i (model soups, arXiv 2203.05482) in float32, in the order of the
 parents (the policies to merge), then cast once. A tensor that is equal in all parents, and in the base model of the
-merge, stays unchanged, bit for bit. A LoRA adapter is first added to its base as `scale x B A`. Its factors are never
-averaged separately, because (Σ λ_i B_i)(Σ λ_i A_i) would contain products of one adapter's B with another's A.
+merge, stays unchanged, bit for bit. A LoRA or DoRA adapter is first added to its base. Its factors are never averaged
+separately, because (Σ λ_i B_i)(Σ λ_i A_i) would contain products of one adapter's B with another's A.
 Shapes: R rank, I inputs and O outputs.
 """
 
@@ -100,24 +100,31 @@ class Outline:
         weights = find_base(directory) if is_adapter(directory) else directory
         return Outline(weights, dict(_iter_files(weights)))
 
-    def find_differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
+    def find_differences(
+        self, expected: "Outline", *, casts: bool, is_base: bool = False
+    ) -> Iterator[tuple[str, object, object]]:
         """Yield the differences between this outline and `expected`, as (tensor name, found value, expected value).
-        With `casts`, differences in dtype are ignored."""
+        With `casts`, differences in dtype are ignored.
+
+        With `is_base`, this is the outline of a base model, which may have been written by another version of
+        transformers than the trained models: settings that only one of the two has, tensors that only the base model
+        has, such as a tied head, and dtypes are ignored."""
         for key in MEANING:
             actual, required = _read_setting(self.directory, key), _read_setting(expected.directory, key)
-            if actual != required:
+            if actual != required and not (is_base and None in (actual, required)):
                 yield f"config.json: {key}", actual, required
         tokens, wanted_tokens = (_read_tokenizer(each.directory) for each in (self, expected))
         if tokens != wanted_tokens:
             yield "tokenizer.json", f"{len(tokens):,} other bytes", f"the same {len(wanted_tokens):,} bytes"
-        for name in sorted(self.files.keys() | expected.files.keys()):
+        names = expected.files.keys() if is_base else self.files.keys() | expected.files.keys()
+        for name in sorted(names):
             if name not in self.files or name not in expected.files:
                 yield f"tensor {name}", *(("none", "one") if name in expected.files else ("one", "none"))
                 continue
             actual, required = self.files[name][1], expected.files[name][1]
             if actual.shape != required.shape:
                 yield f"tensor {name}: shape", actual.shape, required.shape
-            if actual.dtype != required.dtype and not casts:
+            if actual.dtype != required.dtype and not (casts or is_base):
                 yield (
                     f"tensor {name}: dtype",
                     f"{actual.dtype} (set the dtype of the sum to convert it)",
@@ -125,11 +132,14 @@ class Outline:
                 )
 
 
-def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
+def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool, base: Parent | None = None) -> None:
     """Raise BadInput if one of the policies is not valid, or if their merge is not meaningful. Tensor shapes,
     tokenizers, settings and, unless `unrelated`, the initial policies of their runs must agree. The message names the
-    first difference. With `casts`, dtypes may differ, because the sum is cast to one dtype."""
-    for parent in parents:
+    first difference. With `casts`, dtypes may differ, because the sum is cast to one dtype.
+
+    `base` is the base model of the merge. Unless `unrelated`, it must be the initial policy of the runs, if that is
+    recorded."""
+    for parent in (*parents, *([] if base is None else [base])):
         check_directory(parent.path)
     first, *others = parents
     expected = Outline.read(first.path)
@@ -139,7 +149,19 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
                 f"merge: only policies with the same architecture and tokenizer can be merged, but {other.name} "
                 f"differs from {first.name} in {place}: expected {required}, found {actual}"
             )
+    if base is not None:
+        for place, actual, required in Outline.read(base.path).find_differences(expected, casts=True, is_base=True):
+            raise BadInput(
+                f"merge: the base model must have the architecture and tokenizer of the policies, but {base.name} "
+                f"differs from {first.name} in {place}: expected {required}, found {actual}"
+            )
     with_start = [parent for parent in parents if parent.start]
+    if base is not None and with_start and not unrelated and policy_digest(base.path) != with_start[0].start:
+        raise BadInput(
+            f"merge: the run of {with_start[0].name} began with the policy with digest {with_start[0].start[:16]}, but "
+            f"the base model {base.name} has the digest {policy_digest(base.path)[:16]}. Name the initial policy as "
+            "the base model. To merge them anyway, use --unrelated (`allow_unrelated = true`)"
+        )
     for other in with_start[1:]:
         if other.start != with_start[0].start and not unrelated:
             raise BadInput(
@@ -154,7 +176,7 @@ def write_merge(work: MergeWork) -> Merge:
     """Write the merged policy and a merge.json into an empty directory, with the file layout of the first policy.
     Returns the contents of merge.json. Raises BadInput before anything is written if the policies do not match. Also
     raises BadInput, while writing, if an integer or boolean tensor differs between them."""
-    compare_parents(work.policies, unrelated=work.unrelated, casts=work.dtype is not None)
+    compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None, base=work.method.base)
     if work.adapters == "ranks":
         _write_adapter_sum(work)
     else:
@@ -271,7 +293,40 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
 def _write_adapter_sum(work: MergeWork) -> None:
     """Write the weighted sum of LoRA adapters as one adapter, by concatenating their factors: Σ λ_i s_i B_i A_i = [λ_1
     s_1 B_1, …] [A_1; …]. Its rank is the sum of all ranks, its dtype float32 and its scale 1. Raises BadInput if a
-    policy is not an adapter of the same base model."""
+    policy is not a LoRA adapter of the same base model."""
+    adapters, weights = _read_joinable_adapters(work), [each.weight for each in work.parents]
+    layers = sorted({name for adapter in adapters for name in adapter.deltas})
+    tensors = dict[str, Tensor]()
+    for name in layers:
+        a_RI, b_OR = _join_factors(name, adapters, weights)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a_RI, f"base_model.model.{name}.lora_B.weight": b_OR}
+    for name in adapters[0].replaced:
+        if any(name not in adapter.replaced for adapter in adapters):
+            raise BadInput(
+                f"merge: with adapters = 'ranks', either all adapters or none must replace the weight {name}, but at "
+                "least one does not replace it. Use adapters = 'full'"
+            )
+        tensors[f"base_model.model.{name}"] = weighted_sum(
+            [adapter.replaced[name] for adapter in adapters], weights, dtype=torch.float32
+        )
+    save_tensors(tensors, work.target / TENSORS, metadata={"format": "pt"})
+    settings = json.loads((work.parents[0].path / SETTINGS).read_text())
+    rank = sum(adapter.rank for adapter in adapters)
+    settings |= {
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": layers,
+        "base_model_name_or_path": str(find_base(work.parents[0].path)),
+    }
+    if on_hub := recorded_base(work.parents[0].path):
+        settings |= {"base_model_name_or_path": on_hub.partition("@")[0], "revision": on_hub.rpartition("@")[2]}
+    settings |= {name: plain for name, plain in _ONE_SCALE.items() if settings.get(name)}
+    (work.target / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+
+def _read_joinable_adapters(work: MergeWork) -> list[Adapter]:
+    """Read the adapters of a merge whose ranks are joined. Raises BadInput unless the merge is a weighted sum of LoRA
+    adapters of the same base model."""
     if work.method != WEIGHTED_SUM:
         raise BadInput(
             "merge: adapters = 'ranks' only writes weighted sums, but the result of the method "
@@ -290,29 +345,14 @@ def _write_adapter_sum(work: MergeWork) -> None:
                 "merge: adapters = 'ranks' needs adapters of the same base model, but the base model of "
                 f"{parent.name} is {base}, not {bases[0]}. Use adapters = 'full'"
             )
-    adapters, weights = [read_adapter(parent.path) for parent in work.parents], [each.weight for each in work.parents]
-    layers = sorted({name for adapter in adapters for name in adapter.deltas})
-    tensors = dict[str, Tensor]()
-    for name in layers:
-        a_RI, b_OR = _join_factors(name, adapters, weights)
-        tensors |= {f"base_model.model.{name}.lora_A.weight": a_RI, f"base_model.model.{name}.lora_B.weight": b_OR}
-    for name in adapters[0].replaced:
-        if any(name not in adapter.replaced for adapter in adapters):
+    adapters = [read_adapter(parent.path) for parent in work.parents]
+    for parent, adapter in zip(work.parents, adapters, strict=True):
+        if adapter.has_magnitudes:
             raise BadInput(
-                f"merge: with adapters = 'ranks', either all adapters or none must replace the weight {name}, but at "
-                "least one does not replace it. Use adapters = 'full'"
+                f"merge: adapters = 'ranks' joins the ranks of LoRA adapters, but {parent.name} is a DoRA adapter, "
+                "whose changes of the weights have no low rank. Use adapters = 'full'"
             )
-        tensors[f"base_model.model.{name}"] = weighted_sum(
-            [adapter.replaced[name] for adapter in adapters], weights, dtype=torch.float32
-        )
-    save_tensors(tensors, work.target / TENSORS, metadata={"format": "pt"})
-    settings = json.loads((work.parents[0].path / SETTINGS).read_text())
-    rank = sum(adapter.rank for adapter in adapters)
-    settings |= {"r": rank, "lora_alpha": rank, "target_modules": layers, "base_model_name_or_path": str(bases[0])}
-    if on_hub := recorded_base(work.parents[0].path):
-        settings |= {"base_model_name_or_path": on_hub.partition("@")[0], "revision": on_hub.rpartition("@")[2]}
-    settings |= {name: plain for name, plain in _ONE_SCALE.items() if settings.get(name)}
-    (work.target / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
+    return adapters
 
 
 def _join_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -38,12 +38,15 @@ class LossInputs:
     outlier_N: Tensor | None = None
     """Whether the correction `second_moment` masks each token, because the token's log-ratio is among the largest of
     the minibatch. None if no token is masked."""
+    low_entropy_N: Tensor | None = None
+    """Whether `update.top_entropy` masks each token, because the policy's entropy at the token is below the threshold
+    of the minibatch. None if no token is masked."""
 
     def at(self, places_C: Tensor) -> Self:
         """Return the inputs of the tokens with the indices `places_C` only, for losses that treat each token
         independently. `lengths_B` is unchanged and still counts all tokens."""
         known = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N")
-        names = (*known, "old_N", "reference_N", "kl_N", "selected_N", "outlier_N")
+        names = (*known, "old_N", "reference_N", "kl_N", "selected_N", "outlier_N", "low_entropy_N")
         present = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
 

@@ -134,6 +134,9 @@ def update_loss(
     corrected = correct(old_N, tokens, config=config)
     terms = policy_loss(logprobs_N, corrected.old_N, tokens=tokens, config=config.loss)
     loss_N = terms.loss_N * corrected.weight_N
+    if tokens.low_entropy_N is not None:
+        loss_N = loss_N.masked_fill(tokens.low_entropy_N, 0.0)
+        tally.add(_zero_untrained(trained_N, {"low_entropy_fraction": tokens.low_entropy_N}))
     if config.kl_penalty is not None:
         kl_N = tokens.kl_N
         if kl_N is None:

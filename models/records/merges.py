@@ -65,11 +65,6 @@ class MergeWork:
     """Whether policies are accepted that come from runs with different initial policies."""
     method: MethodWithBase = WEIGHTED_SUM
 
-    @property
-    def policies(self) -> tuple[Parent, ...]:
-        """All policies that are read: the parents, and the base model if there is one."""
-        return self.parents if self.method.base is None else (*self.parents, self.method.base)
-
 
 class MergedParent(Settings):
     """One of the policies that were merged, as recorded in merge.json."""

@@ -17,7 +17,7 @@ from rheostat.models.config.judges import JudgeReward, ServedReward, TrainedRewa
 from rheostat.models.config.policy import PolicyConfig
 from rheostat.models.config.preferences import PreferencesConfig
 from rheostat.models.config.rollout import DynamicSampling, PartialRollout
-from rheostat.models.config.teachers import TeacherDirectory
+from rheostat.models.config.teachers import TEACHER_KEY, TeacherDirectory
 from rheostat.models.config.training import DpoConfig, SupervisedWarmup, WarmupConfig
 from rheostat.models.records.versions import ModelVersion
 
@@ -168,6 +168,10 @@ class EstimateWork:
     critic: ModelVersion | None = None
     teacher: ModelVersion | None = None
     """Teacher model that is stored in the run. A teacher behind an endpoint is read from the configuration instead."""
+    specialists: tuple[ModelVersion | None, ...] = ()
+    """Teacher model of each item of `algorithm.distillation.specialists`, or None if it is behind an endpoint."""
+    prompts: ShardRef | None = None
+    """Shard with the prompts, whose columns select specialists. None if there are no specialists."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
 
@@ -192,6 +196,8 @@ class CreditWork:
     auxiliary model."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL penalty in the reward, in this iteration."""
+    solve_rate_term: str = ""
+    """Name of the reward term from which the solve rates of the prompts are computed. Empty if they are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +286,8 @@ class TeacherWork:
     """Maximum number of tokens of prompt and completion together, which must fit into the teacher's context."""
     pixels: PixelLimits
     """Minimum and maximum size of the images that policy and teacher receive, in pixels."""
+    where: str = TEACHER_KEY
+    """Configuration key of the teacher, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rheostat.infra.statistics import pass_at
+from rheostat.models.config.reward_terms import RewardTerm
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
 from rheostat.models.judges.verdicts import Judgement
 from rheostat.models.records.schemas import score_schema
@@ -96,11 +97,7 @@ def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> d
 
     If all scores are 0 or 1, also returns pass@k for k = 1, 2, 4, ..., over the problems that have at least k scores.
     """
-    values: dict[int, list[float]] = {}
-    for table in tables:
-        scored = table.filter(pc.is_valid(table["reward"]))
-        for row, value in zip(scored["prompt_row"].to_pylist(), scored[f"reward_{term}"].to_pylist(), strict=True):
-            values.setdefault(row, []).append(value)
+    values = _scores_by_prompt(tables, term)
     means = [math.fsum(each) / len(each) for each in values.values()]
     metrics = {
         "accuracy": math.fsum(means) / len(means) if means else 0.0,
@@ -113,6 +110,29 @@ def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> d
             solved = [pass_at(k, samples=len(v), right=int(sum(v))) for v in values.values() if len(v) >= k]
             metrics |= {f"pass_at_{k}": math.fsum(solved) / len(solved)} if solved else {}
     return metrics
+
+
+def measure_solve_rates(tables: Iterable[pa.Table], reward: RewardTerm) -> dict[int, float]:
+    """Return the solve rate of each prompt row in score tables: the mean score of a reward term over the scored
+    completions of the prompt, as a share of the range of scores, limited to 0 to 1.
+
+    If the range of scores is unknown, it is 0 to 1. Prompts without a scored completion are left out.
+    """
+    low, high = reward.score_range or (0.0, 1.0)
+    return {
+        row: min(1.0, max(0.0, (math.fsum(scores) / len(scores) - low) / ((high - low) or 1.0)))
+        for row, scores in sorted(_scores_by_prompt(tables, reward.term).items())
+    }
+
+
+def _scores_by_prompt(tables: Iterable[pa.Table], term: str) -> dict[int, list[float]]:
+    """Return the scores of a reward term by prompt row. Completions without a total reward are left out."""
+    values: dict[int, list[float]] = {}
+    for table in tables:
+        scored = table.filter(pc.is_valid(table["reward"]))
+        for row, value in zip(scored["prompt_row"].to_pylist(), scored[f"reward_{term}"].to_pylist(), strict=True):
+            values.setdefault(row, []).append(value)
+    return values
 
 
 def _join_row(

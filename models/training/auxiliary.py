@@ -1,9 +1,10 @@
 """Computation of per-token outputs of auxiliary models (reference, critic, teacher) for scored rollouts.
 
 All models read the same micro-batches. Shapes: N policy-generated tokens of one micro-batch, T completion tokens, W
-policy-generated tokens among the T, C columns.
+policy-generated tokens among the T.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,15 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from rheostat.infra.counts import format_count
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.shards import ShardRef, read_shard, write_shard
-from rheostat.models.config.teachers import TeacherEndpoint
+from rheostat.models.config.algorithms import Algorithm
+from rheostat.models.config.teachers import Distillation, TeacherEndpoint
 from rheostat.models.endpoints.prompt_logprobs import TokenScorer
-from rheostat.models.modeling.batching import Sequences, StepPlan, plan_step
+from rheostat.models.modeling.batching import Rows, Sequences, plan_step
 from rheostat.models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
 from rheostat.models.records.columns import Mask, concatenate_tables, lists, select_rows
 from rheostat.models.records.model_input import (
@@ -34,11 +39,24 @@ from rheostat.models.records.turn_prompts import split_at_prompts
 from rheostat.models.records.work import EstimateWork
 from rheostat.models.text.tokenizer import build_token_decoder, load_tokenizer
 from rheostat.models.training.ranks import Ranks, broadcast_bytes, gather_bytes
+from rheostat.models.training.trainer import Forward
+from rheostat.models.training.versions import LoadedModels
 from rheostat.models.vision.families import ImageTokens
 
 _COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
 
 _REFS = TypeAdapter(tuple[ShardRef, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class AuxiliaryModels:
+    """Auxiliary models (reference, critic, teachers) of one work unit, which are loaded when they are needed."""
+
+    load: Callable[[int], Mapping[str, AuxiliaryForward]]
+    """Function that loads the models, with the teacher of this index, and returns their forward functions by output
+    column. It returns the same columns for every teacher."""
+    choose_teacher: Callable[[int], int]
+    """Function that returns the index of the teacher for the prompt with this row number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +104,71 @@ def build_endpoint_forward(
     return ask
 
 
+def load_auxiliary_models(
+    store: Store,
+    work: EstimateWork,
+    models: LoadedModels,
+    algorithm: Algorithm,
+    *,
+    teacher: int,
+    on_progress: Callable[[], None],
+) -> dict[str, AuxiliaryForward]:
+    """Load the auxiliary models of the work, with the teacher of index `teacher` in `Distillation.teachers`. Return
+    their forward functions by output column. Collective under ZeRO-3: every rank must call this."""
+    forwards, distillation = dict[str, Forward](), algorithm.distillation
+    if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
+        actor = models.policy.load_for_inference(work.policy)
+        forwards |= {} if distillation is None else {"policy": actor.forward}
+    if work.reference is not None:
+        forwards["reference"] = models.reference(work.reference, policy=work.policy)
+    if work.critic is not None:
+        forwards["values"] = models.critic.load_for_inference(work.critic).forward
+    loaded = {column: build_model_forward(forward, on_progress) for column, forward in forwards.items()}
+    if distillation is None:
+        return loaded
+    endpoint = [*distillation.teachers.values()][teacher].endpoint
+    version = (work.teacher, *work.specialists)[teacher]
+    if endpoint is not None:
+        where, is_querying = fetch_bundle(store, work.policy.weights), models.ranks.reports_metrics
+        forward = build_endpoint_forward(endpoint, directory=where, on_progress=on_progress, is_querying=is_querying)
+    elif version is not None:
+        forward = build_model_forward(models.teacher(version), on_progress)
+    else:
+        raise BadInput(f"iteration {work.iteration}: the work unit does not name the teacher's weights")
+    return {**loaded, "teacher": forward}
+
+
+def choose_teachers(store: Store, work: EstimateWork, settings: Distillation | None) -> Callable[[int], int]:
+    """Return the function that returns the index in `Distillation.teachers` of the teacher for a prompt, given the row
+    number of the prompt. Raises BadInput if there are specialists, but the work unit does not name the prompts."""
+    if settings is None or not settings.specialists:
+        return lambda prompt_row: 0
+    if work.prompts is None or len(work.specialists) != len(settings.specialists):
+        raise BadInput(
+            f"iteration {work.iteration}: the work unit must name the prompts and "
+            f"{format_count(len(settings.specialists), 'specialist')} of algorithm.distillation, but it does not"
+        )
+    columns = read_shard(store, work.prompts, ["columns"])["columns"]
+    teachers = [settings.choose_teacher(json.loads(each.as_py())) for each in columns]
+    return lambda prompt_row: teachers[prompt_row]
+
+
 def write_auxiliary_scores(
     store: Store,
     work: EstimateWork,
-    forwards: Mapping[str, AuxiliaryForward],
+    models: AuxiliaryModels,
     *,
     microbatch_tokens: int,
     ranks: Ranks,
     images: ImageTokens | None,
     step_tokens: int | None = None,
 ) -> TokenScores:
-    """Run each auxiliary model on all completion tokens, and write one shard of outputs per rollout shard. `forwards`
-    maps each output column to its model. Collective: every rank must call this, and rank 0 writes the shards.
+    """Run the auxiliary models on all completion tokens, and write one shard of outputs per rollout shard. Collective:
+    every rank must call this, and rank 0 writes the shards.
 
-    `images` is None unless a vision tower encodes the images of every micro-batch again. `step_tokens` is the number of
-    tokens that a text-to-image policy reads per denoising step, and None for other policies.
+    The completions of each teacher form separate micro-batches, which all models read. A teacher without completions
+    is not loaded. `images` is None unless a vision tower encodes the images of every micro-batch again. `step_tokens`
+    is the number of tokens that a text-to-image policy reads per denoising step, and None for other policies.
     """
     tables = [
         select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
@@ -110,7 +178,6 @@ def write_auxiliary_scores(
     completions, is_trained_T = completion_lengths(table), generated_tokens_mask(table)
     prompt_table, _ = split_at_prompts(table)
     inputs = rollout_inputs(prompt_table)
-    rows = tuple(range(len(inputs)))
     sequences = Sequences(
         lengths=[len(each) for each in inputs],
         prompts=[each.num_prompt_tokens for each in inputs],
@@ -121,37 +188,49 @@ def write_auxiliary_scores(
         sequences = Sequences.for_images(
             [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
         )
-    plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
-    microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
-    outputs = [np.concatenate([np.zeros(0, np.float32), *forwards[name](microbatches)]) for name in forwards]
-    gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.reports_metrics else b"", ranks)
+    outputs, order = dict[str, list[NDArray[np.float32]]](), list[int]()
+    for teacher, rows in _split_rows(sequences.groups, models.choose_teacher).items():
+        forwards = models.load(teacher)
+        plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
+        microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
+        for name, forward in forwards.items():
+            values = np.concatenate([np.zeros(0, np.float32), *forward(microbatches)])
+            gathered = gather_bytes(values.tobytes() if ranks.reports_metrics else b"", ranks)
+            outputs.setdefault(name, []).extend(np.frombuffer(data, np.float32) for data in gathered)
+        order += [row for parts in plan.microbatches for part in parts for row in part]
     encoded = b""
     if ranks.rank == 0:
         counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
         columns = {
-            name: lists(_spread_over_tokens(values_W, is_trained_T), completions)
-            for name, values_W in zip(
-                forwards, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
-            )
+            name: lists(_spread_over_tokens(_restore_order(values, order, counts), is_trained_T), completions)
+            for name, values in outputs.items()
         }
         encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
-    return TokenScores(shards=shards, sequences=len(rows), tokens=int(is_trained_T.sum()))
+    return TokenScores(shards=shards, sequences=len(inputs), tokens=int(is_trained_T.sum()))
+
+
+def _split_rows(prompt_rows: Sequence[int], choose_teacher: Callable[[int], int]) -> dict[int, Rows]:
+    """Return the row numbers of the completions of each teacher, by the teacher's index in ascending order. Without
+    completions, the first teacher gets no rows."""
+    teachers = [choose_teacher(prompt_row) for prompt_row in prompt_rows]
+    return {
+        teacher: tuple(row for row, each in enumerate(teachers) if each == teacher)
+        for teacher in sorted({*teachers}) or [0]
+    }
 
 
 def _restore_order(
-    gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
-) -> list[NDArray[np.float32]]:
-    """Return the outputs of all ranks in the order of the rows, as one array per output column. `gathered` contains the
-    bytes of each rank, `plan` the rows that each rank computed, and `counts` the number of policy-generated tokens of
-    each row."""
-    parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
-    values_CW = np.concatenate(parts, axis=1)
-    order = np.array(
-        [row for microbatches in plan.microbatches for rows in microbatches for row in rows], dtype=np.int64
+    parts: Sequence[NDArray[np.float32]], order: Sequence[int], counts: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the outputs of one model in the order of the rows (W). `parts` contains the outputs of all ranks, `order`
+    the rows in the order in which they were computed, and `counts` the number of policy-generated tokens of each
+    row."""
+    rows = np.array(order, np.int64)
+    values: NDArray[np.float32] = (
+        lists(np.concatenate(parts), counts[rows]).take(pa.array(np.argsort(rows))).flatten().to_numpy()
     )
-    back = pa.array(np.argsort(order))
-    return [lists(values_W, counts[order]).take(back).flatten().to_numpy() for values_W in values_CW]
+    return values
 
 
 def _spread_over_tokens(values_W: NDArray[np.float32], is_trained_T: Mask) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ from rheostat.models.objectives.losses import (
     update_loss,
     value_loss,
 )
-from rheostat.models.training.outliers import find_outliers
+from rheostat.models.training.outliers import LowEntropy, find_low_entropy, find_outliers
 from rheostat.models.training.ranks import Ranks, sum_and_max
 from rheostat.models.training.routers import RouterTally
 from rheostat.models.training.samples import TrainingSamples, stale_shares
@@ -49,6 +49,8 @@ class ExtraLogprobs:
     reference: list[list[Tensor | None]]
     outliers: list[list[Tensor]] | None = None
     """Whether the correction `second_moment` masks each token, indexed like `old`. None if it masks no tokens."""
+    low_entropy: list[LowEntropy] | None = None
+    """Tokens that `update.top_entropy` masks, by minibatch. None if it masks no tokens."""
     means: Forward | None = None
     """Function that returns the reference's mean of the next state at each denoising step, or None unless the policy
     generates images. The means are as large as the images' states, so they are computed per micro-batch and not kept.
@@ -92,24 +94,38 @@ def compute_extra_logprobs(
     on_progress: OnProgress,
 ) -> ExtraLogprobs:
     """Compute the old log-probs of all minibatches except the first, and the reference's log-probs of all minibatches.
-    If an importance correction masks outliers, also compute the old log-probs of the first minibatch, and the outliers.
+    If tokens are masked by a comparison within their minibatch, also compute the old log-probs of the first minibatch,
+    and the masks of all minibatches.
 
     Must be called before the first optimizer step. Collective: every rank must call this.
     """
     old: list[list[Tensor | None]] = []
     reference_logprobs: list[list[Tensor | None]] = []
+    low_entropy: list[LowEntropy] = []
     for index, step in enumerate(first_epoch(steps)):
         old.append([None] * len(step.batches))
         reference_logprobs.append([None] * len(step.batches))
+        entropies: list[Tensor] = []
         for number, batch in enumerate(step.batches):
-            if (index or config.masks_outliers) and step.computes_old:
+            needs_old = step.computes_old and (index > 0 or config.masks_outliers)
+            if needs_old or config.masks_low_entropy:
                 with torch.no_grad():
-                    old[-1][number] = trainer.forward(batch.microbatch)
+                    outputs = trainer.forward(batch.microbatch, with_entropy=config.masks_low_entropy)
+                logprobs_N = outputs
+                if config.masks_low_entropy:
+                    logprobs_N, entropies_N = outputs.unbind(-1)
+                    entropies.append(entropies_N)
+                if step.computes_old:
+                    old[-1][number] = logprobs_N
                 on_progress()
             if reference is not None:
                 reference_logprobs[-1][number] = reference(batch.microbatch)
                 on_progress()
-    extras = ExtraLogprobs(old=old, reference=reference_logprobs)
+        if config.top_entropy is not None and config.masks_low_entropy:
+            low_entropy.append(find_low_entropy(step.batches, entropies, fraction=config.top_entropy, ranks=ranks))
+    extras = ExtraLogprobs(
+        old=old, reference=reference_logprobs, low_entropy=low_entropy if config.masks_low_entropy else None
+    )
     if not config.masks_outliers or not all(step.computes_old for step in steps):
         return extras
     minibatches = zip(first_epoch(steps), old, strict=True)
@@ -145,6 +161,10 @@ def take_steps(
                 tokens = replace(tokens, old_N=tokens.behavior_N)
             if extras.outliers is not None:
                 tokens = replace(tokens, outlier_N=extras.outliers[step.minibatch][number])
+            if extras.low_entropy is not None:
+                low_entropy = extras.low_entropy[step.minibatch]
+                tokens = replace(tokens, low_entropy_N=low_entropy.masks[number])
+                tally.add({"entropy_threshold": (tokens.weights_N != 0) * low_entropy.threshold})
             outputs = trainer.forward(
                 batch.microbatch,
                 loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient),

@@ -138,7 +138,7 @@ class PreparationWorker:
         """Copy the teacher model and publish it as version 0. Raises BadInput if it does not fit the policy."""
         started = time.perf_counter()
         tokenizer = load_tokenizer(fetch_bundle(self._store, work.policy.weights))
-        model = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens)
+        model = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens, where=work.where)
         assert model is not None, "a teacher behind an endpoint has no files"
         with self._store.scratch() as folder:
             copy_directory(fetch_path(work.teacher.path), folder)

@@ -36,7 +36,7 @@ from rheostat.models.rewards.environment import (
     read_turns,
 )
 from rheostat.models.rewards.evaluate import Case, Evaluator
-from rheostat.models.rewards.scores import combine_results, score_metrics, score_table
+from rheostat.models.rewards.scores import combine_results, measure_solve_rates, score_metrics, score_table
 from rheostat.models.rollouts.groups import TurnRecord
 from rheostat.models.rollouts.preview import Excerpts, read_excerpts
 from rheostat.models.text.steps import Spans, StepValues
@@ -91,17 +91,19 @@ class ScoringWorker:
         rewards).
 
         With dynamic sampling, `surplus` in the detail lists informative groups beyond the target, which are used in the
-        next iteration: their prompt rows, by the index of their shard in the work.
+        next iteration: their prompt rows, by the index of their shard in the work. With a curriculum, `solve_rates` in
+        the detail lists the prompt rows and their solve rates.
         """
         started = time.perf_counter()
         rule = build_credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
+        scores = [select_rows(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards]
         credit = credit_completions(
             [
                 select_rows(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
                 for shard in work.shards
             ],
-            [select_rows(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
+            scores,
             rule,
             auxiliary_scores=[
                 select_rows(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates
@@ -115,10 +117,15 @@ class ScoringWorker:
         surplus: list[JsonValue] = [
             {"shard": shard, "rows": list(rows)} for shard, rows in enumerate(credit.surplus) if rows
         ]
+        detail: dict[str, JsonValue] = {"surplus": surplus} if rule.quota else {}
+        if work.solve_rate_term:
+            [reward] = (each for each in self._scoring.rewards if each.term == work.solve_rate_term)
+            rates = measure_solve_rates(scores, reward)
+            detail["solve_rates"] = {"rows": [*rates], "rates": [*rates.values()]}
         return Outcome(
             shards=(ref,),
             metrics=credit.metrics,
-            detail={"surplus": surplus} if rule.quota else None,
+            detail=detail or None,
             timings={"credit_seconds": time.perf_counter() - started},
         )
 

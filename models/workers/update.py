@@ -7,13 +7,12 @@ from dataclasses import replace
 import torch
 
 from rheostat.infra.errors import BadInput
-from rheostat.infra.store.bundles import BundleRef, fetch_bundle
+from rheostat.infra.store.bundles import BundleRef
 from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import ShardRef
 from rheostat.models.config.algorithms import AlgorithmConfig
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.teachers import Teacher
 from rheostat.models.modeling.layout import AuxiliaryForward
 from rheostat.models.records.media import Media
 from rheostat.models.records.versions import ModelVersion, Outcome, StageTimer
@@ -26,13 +25,18 @@ from rheostat.models.records.work import (
     UserWarmupWork,
     WarmupWork,
 )
-from rheostat.models.training.auxiliary import build_endpoint_forward, build_model_forward, write_auxiliary_scores
+from rheostat.models.training.auxiliary import (
+    AuxiliaryModels,
+    choose_teachers,
+    load_auxiliary_models,
+    write_auxiliary_scores,
+)
 from rheostat.models.training.publishing import Put, make_version_durable
 from rheostat.models.training.ranks import join_ranks
 from rheostat.models.training.repeats import Repeater
 from rheostat.models.training.samples import TrainingSamples, open_samples
 from rheostat.models.training.step_plans import StepBatches, plan_critic_steps, plan_policy_steps
-from rheostat.models.training.trainer import Forward, Trainer
+from rheostat.models.training.trainer import Trainer
 from rheostat.models.training.update_steps import (
     StepStatistics,
     compute_extra_logprobs,
@@ -109,15 +113,24 @@ class UpdateWorker:
         """Compute the per-token outputs of reference, critic or teacher for the advantages. No model is trained."""
         models, timer = self._require_models(), StageTimer()
         self._show(work.media)
-        queries = self._build_queries(work, models)
-        timer.end("load")
+        distillation = self._algorithm.distillation
+        has_images = distillation is not None or self._update.shards_weights
+
+        def load(teacher: int) -> dict[str, AuxiliaryForward]:
+            timer.end("estimate")
+            forwards = load_auxiliary_models(
+                self._store, work, models, self._algorithm, teacher=teacher, on_progress=self._on_progress
+            )
+            timer.end("load")
+            return forwards
+
         scores = write_auxiliary_scores(
             self._store,
             work,
-            queries,
+            AuxiliaryModels(load, choose_teachers(self._store, work, distillation)),
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
-            images=models.image_tokens(work.policy) if "policy" in queries or self._update.shards_weights else None,
+            images=models.image_tokens(work.policy) if has_images else None,
             step_tokens=models.step_tokens(work.policy),
         )
         timer.end("estimate")
@@ -230,32 +243,6 @@ class UpdateWorker:
         return OfflineTrainer(
             self._store, self._update, denoising=self._denoising, ranks=models.ranks, on_progress=self._on_progress
         )
-
-    def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryForward]:
-        """Load the auxiliary models (reference, teacher) of the work. Return their forward functions by output
-        column."""
-        forwards, distillation = dict[str, Forward](), self._algorithm.distillation
-        if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
-            actor = models.policy.load_for_inference(work.policy)
-            forwards |= {} if distillation is None else {"policy": actor.forward}
-        if work.reference is not None:
-            forwards["reference"] = models.reference(work.reference, policy=work.policy)
-        if work.critic is not None:
-            forwards["values"] = models.critic.load_for_inference(work.critic).forward
-        queries = {column: build_model_forward(forward, self._on_progress) for column, forward in forwards.items()}
-        if distillation is not None:
-            queries["teacher"] = self._build_teacher_query(work, distillation.teacher, models)
-        return queries
-
-    def _build_teacher_query(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryForward:
-        if teacher.endpoint is not None:
-            where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.reports_metrics
-            return build_endpoint_forward(
-                teacher.endpoint, directory=where, on_progress=self._on_progress, is_querying=queries_endpoint
-            )
-        if work.teacher is None:
-            raise BadInput(f"iteration {work.iteration}: the work unit does not name the teacher's weights")
-        return build_model_forward(models.teacher(work.teacher), self._on_progress)
 
     def _load_actor(self, work: UpdateWork, timer: StageTimer) -> Trainer:
         """Return the trainer with the policy version from which the work unit starts."""

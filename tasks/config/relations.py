@@ -49,13 +49,15 @@ def find_size_conflicts(
 
 
 def find_name_conflicts(rollout: RolloutConfig, scoring: ScoringConfig, placement: PlacementConfig) -> Iterator[str]:
-    """Yield reasons why a name in `rollout.dynamic` or `placement.replicas` is not that of a suitable reward."""
-    dynamic, terms, local = rollout.dynamic, scoring.terms, [*scoring.hosted_rewards]
-    if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
-        yield (
-            f"rollout.dynamic.metric is {dynamic.metric!r}, but it must be the name of a reward: "
-            f"{', '.join(terms)}{nearest(dynamic.metric, terms)}"
-        )
+    """Yield reasons why a name in `rollout.dynamic`, `rollout.curriculum` or `placement.replicas` is not that of a
+    suitable reward."""
+    terms, local = scoring.terms, [*scoring.hosted_rewards]
+    for key, table in (("dynamic", rollout.dynamic), ("curriculum", rollout.curriculum)):
+        if table is not None and table.metric is not None and table.metric not in terms:
+            yield (
+                f"rollout.{key}.metric is {table.metric!r}, but it must be the name of a reward: "
+                f"{', '.join(terms)}{nearest(table.metric, terms)}"
+            )
     for term in placement.replicas:
         if term not in local:
             known = ", ".join(local) or "none"
@@ -126,5 +128,6 @@ def _iterate_endpoints(
     if dialogue is not None and dialogue.model.endpoint is not None:
         yield "rollout.environment.model", dialogue.model.endpoint
     distillation = algorithm.distillation
-    if distillation is not None and distillation.teacher.endpoint is not None:
-        yield "algorithm.distillation.teacher", distillation.teacher.endpoint
+    for key, teacher in ({} if distillation is None else distillation.teachers).items():
+        if teacher.endpoint is not None:
+            yield key, teacher.endpoint

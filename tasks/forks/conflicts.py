@@ -8,11 +8,11 @@ from rheostat.infra.config import changed_keys
 from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.runs import Run
 from rheostat.models.records.versions import policy_of
-from rheostat.tasks.auxiliary import find_stored_teacher
+from rheostat.tasks.auxiliary import find_stored_teachers
 from rheostat.tasks.config.run import LAYOUT, RunConfig
 from rheostat.tasks.forks.sharing import StoredBundles
 from rheostat.tasks.run.iteration import CarryOver, carry_over_before
-from rheostat.tasks.run.keys import TEACHER, StageKey
+from rheostat.tasks.run.keys import StageKey
 from rheostat.tasks.run.references import reference_iteration
 from rheostat.tasks.run.reverts import critic_after, has_reverted, policy_after
 from rheostat.tasks.run.states import STATES, updates_since_state
@@ -73,9 +73,10 @@ def _find_model_conflicts(
         yield f"algorithm.kind cannot be {after.algorithm.label!r}, because the shared iterations trained no critic"
     if "algorithm.critic.path" in changed and run.has(StageKey.critic(0)):
         yield "algorithm.critic.path cannot change, because the critic is stored"
-    teacher = find_stored_teacher(after)
-    if teacher is not None and run.has(TEACHER) and teacher != find_stored_teacher(before):
-        yield "algorithm.distillation.teacher cannot change, because the teacher is stored"
+    stored, distillation = find_stored_teachers(before), after.algorithm.distillation
+    for index, teacher in find_stored_teachers(after).items():
+        if run.has(StageKey.teacher(index)) and teacher != stored.get(index) and distillation is not None:
+            yield f"{[*distillation.teachers][index]} cannot change, because the teacher is stored"
     rewards = before.scoring.model_rewards
     for term, reward in after.scoring.model_rewards.items():
         is_same = term in rewards and (rewards[term].label, rewards[term].model) == (reward.label, reward.model)

@@ -87,17 +87,21 @@ def check_replay(run: Run, iterations: range, after: RunConfig, dependencies: De
     changed = changed_keys(*run.settings_beside(after))
     deleted = iterations_without_rollouts(run, iterations)
     reason = None
+    is_rescored = has_new_scores(run, after, dependencies, iterations)
     if deleted:
         reason = (
             f"the rollouts of iteration {max(deleted)} were deleted, so it can begin at {run.name}@{max(deleted)} or "
             "later, if the policy is stored"
         )
-    elif after.rollout.dynamic is not None and (
-        has_new_scores(run, after, dependencies, iterations) or any(key.startswith("algorithm.") for key in changed)
-    ):
+    elif after.rollout.dynamic is not None and (is_rescored or any(key.startswith("algorithm.") for key in changed)):
         reason = (
             "rewards and algorithm cannot change, because with rollout.dynamic they decided how many completions were "
             "generated. Change settings of the update"
+        )
+    elif after.rollout.curriculum is not None and is_rescored:
+        reason = (
+            "rewards cannot change, because with rollout.curriculum they decided which prompts were used. Change "
+            "settings of the algorithm or the update"
         )
     elif after.algorithm.reward_kl is not None:
         reason = (

@@ -65,6 +65,11 @@ class StageKey(str):
         training."""
         return cls.parse(f"{reward_model_role(term)}/{'base' if is_base else 'model'}")
 
+    @classmethod
+    def teacher(cls, number: int) -> Self:
+        """Return the key of a teacher: number 0 is the teacher for all other problems, 1 the first specialist."""
+        return cls.parse(f"teacher/specialist-{number}" if number else "teacher/model")
+
     def with_prefix(self, prefix: str) -> Self:
         """Return the key of the same stage in a rescoring or recredit, whose stored keys begin with `prefix`. An
         empty prefix changes nothing."""
@@ -139,10 +144,6 @@ BASE, SFT, DPO = (StageKey.parse(f"policy/{stage}") for stage in ("base", "sft",
 
 PROMPTS = {split: StageKey.parse(f"prompts/{split}") for split in ("train", "heldout")}
 """Keys of the prompts, by split ("train" or "heldout")."""
-
-TEACHER = StageKey.parse("teacher/model")
-"""Key under which the teacher model is stored."""
-
 
 USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"))
 """Keys of the simulated user's model, before and after its training."""

@@ -30,6 +30,7 @@ from rheostat.tasks.config.gpus import gpu_layout
 from rheostat.tasks.config.run import ControllersConfig, RunConfig
 from rheostat.tasks.run.keys import StageKey, reward_model_role
 from rheostat.tasks.run.prefect_pages import PrefectPages
+from rheostat.tasks.run.solve_rates import SolveRateHistory
 from rheostat.tasks.run.worker_pools import Cluster, open_cluster, open_worker_slots, start_pool
 
 
@@ -157,6 +158,8 @@ class OpenRun:
         self.account = Account()
         self.retention = RetentionProgress()
         """Progress of deleting old policies and rollouts."""
+        self.solve_rates = SolveRateHistory(run)
+        """Last known solve rates of the training prompts, which a curriculum needs."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None

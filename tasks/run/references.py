@@ -3,6 +3,8 @@ or the policy of the last reset. It depends only on stored results, so a resumed
 
 from collections.abc import Mapping
 
+from pydantic import JsonValue
+
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
@@ -12,14 +14,20 @@ def recorded_reset_every(run: Run, number: int) -> int | None:
     """Return the recorded number of iterations between two resets of the reference, or None if the reference of an
     iteration is always the initial policy."""
     config = run.config_at(number)
-    update, algorithm = config.get("update"), config.get("algorithm")
-    options = algorithm.get("options") if isinstance(algorithm, Mapping) else None  # of a user's algorithm
-    for table in (update, algorithm, options):
-        penalty = table.get("kl") if isinstance(table, Mapping) else None
-        every = penalty.get("reset_every") if isinstance(penalty, Mapping) else None
-        if isinstance(every, int):
-            return every
-    return None
+    found = (_find_reset_every(config.get(table)) for table in ("update", "algorithm"))
+    return next((every for every in found if every is not None), None)
+
+
+def _find_reset_every(settings: JsonValue) -> int | None:
+    """Return the first value of a key `reset_every` in recorded settings. All tables are searched, because an algorithm
+    of the user may have its KL penalty at any key."""
+    if not isinstance(settings, Mapping):
+        return None
+    every = settings.get("reset_every")
+    if isinstance(every, int):
+        return every
+    found = map(_find_reset_every, settings.values())
+    return next((inner for inner in found if inner is not None), None)
 
 
 def reference_iteration(run: Run, number: int, reset_every: int | None) -> int:
@@ -33,6 +41,8 @@ def reference_iteration(run: Run, number: int, reset_every: int | None) -> int:
     if reset_every is None:
         return 0
     reference = (number - 1) // reset_every * reset_every
+    if not run.config_at(number).get("alarms"):  # only alarms that revert are recorded
+        return reference
     for later in range(reference + 1, number):
         if has_reverted(run, later) and updating_iteration(run, later) < updating_iteration(run, reference):
             reference = later

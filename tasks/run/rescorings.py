@@ -13,7 +13,6 @@ from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run, open_run
 from rheostat.models.config.algorithms import AlgorithmConfig
 from rheostat.models.config.rewards import ScoringConfig
-from rheostat.models.config.teachers import TeacherConfig
 from rheostat.tasks.config.run import RunConfig
 from rheostat.tasks.run.batch import Batch
 from rheostat.tasks.run.hub_inputs import with_derived_commits
@@ -70,11 +69,6 @@ class RecreditTerms(Settings):
     algorithm: AlgorithmConfig
     scores: str | None = None
     """Name of the rescoring whose scores are used. None means the run's own scores."""
-
-    @property
-    def teacher(self) -> TeacherConfig | None:
-        """Teacher model whose log-probs the algorithm needs, or None."""
-        return None if self.algorithm.distillation is None else self.algorithm.distillation.teacher
 
 
 class DerivedSummary(Settings):

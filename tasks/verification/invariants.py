@@ -31,6 +31,7 @@ from rheostat.tasks.run.rescorings import (
     rescoring_terms,
 )
 from rheostat.tasks.run.reverts import policy_after, restored_version, revert_key
+from rheostat.tasks.run.solve_rates import SolveRateHistory, prompt_order
 from rheostat.tasks.run.states import changed_model, is_due, possibly_missing_states, state_every, states_of
 from rheostat.tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_completions
 from rheostat.tasks.views.metrics import sealed_iterations
@@ -81,6 +82,7 @@ def check_invariants(run: Run) -> list[str]:
     problems: list[str] = []
     seals = sealed_iterations(run)
     deleted = iterations_without_rollouts(run, range(1, len(seals) + 1))
+    check_prompts = partial(_check_prompts, history=SolveRateHistory(run))
     for number, seal in enumerate(seals, start=1):
         expected = StageKey.of(iteration_key(number), "seal")
         if seal.key != expected:
@@ -91,14 +93,14 @@ def check_invariants(run: Run) -> list[str]:
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
         row_by_row = () if number in deleted else (check_rollouts, check_samples, check_credit)
-        for check in (_check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state, _check_return):
+        for check in (check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state, _check_return):
             problems += check(iteration)
     return [*problems, *check_derived(run)]
 
 
-def _check_prompts(iteration: Iteration) -> Iterator[str]:
-    """Check that the batches of an iteration use the next prompts of the stream, without gaps and without repeating a
-    prompt."""
+def _check_prompts(iteration: Iteration, *, history: SolveRateHistory) -> Iterator[str]:
+    """Check that the batches of an iteration use the next prompts of the stream, or those that the curriculum chooses,
+    without gaps and without repeating a prompt."""
     cursor, taken_rows, num_prompts = (
         iteration.start_state.cursor,
         iteration.start_state.rows(),
@@ -110,6 +112,7 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
         yield f"{iteration.key}: uses row {min(used)} of the training prompts, which this fork excludes"
     if len(set(taken_rows)) < len(taken_rows):
         yield f"{iteration.key}/seal: the previous iteration passed on the same prompt twice"
+    order = prompt_order(iteration, iteration.rollout, history)
     for plan in (batch.plan for batch in iteration.batches):
         if len(plan.rows) > num_prompts - len(set(taken_rows) | excluded_rows):
             yield (
@@ -117,19 +120,10 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
                 f"iteration already uses, but there are only {num_prompts} prompts"
             )
             return
-        parts, seed = iteration.data_parts, iteration.seed
-        count, others = len(plan.rows), set(taken_rows)
-        rows, cursor = take_rows(
-            cursor,
-            count,
-            taken=others,
-            num_prompts=num_prompts,
-            seed=seed,
-            parts=parts,
-            excluded=excluded_rows,
-        )
+        rows, cursor = take_rows(cursor, len(plan.rows), order, taken={*taken_rows}, excluded=excluded_rows)
         if plan.rows != rows or plan.cursor != cursor:
-            yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of the run's random order"
+            name = "the run's random order" if order.choice is None else "the curriculum"
+            yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of {name}"
             return
         taken_rows += rows
 

@@ -8,17 +8,22 @@ from operator import itemgetter
 
 import pyarrow as pa
 
+from rheostat.infra.config import read_recorded
 from rheostat.infra.errors import Damaged
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.models.agents.stored_branches import continues, has_branches, read_records
+from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.records.columns import select_rows
 from rheostat.models.records.model_input import COMPLETION_TOKENS, ROLLOUT_INPUT
 from rheostat.models.records.schemas import FinishReason
 from rheostat.models.records.turn_prompts import count_turn_prompts
 from rheostat.models.records.versions import policy_of
+from rheostat.models.rewards.scores import measure_solve_rates
 from rheostat.tasks.run.batch import Batch, completion_shards_of
 from rheostat.tasks.run.iteration import Iteration
+from rheostat.tasks.run.solve_rates import read_solve_rates, recorded_solve_rate_term
 
 Name = tuple[int, int]
 """Prompt row and sample number, which identify a completion in an iteration."""
@@ -76,6 +81,26 @@ def check_credit(iteration: Iteration) -> Iterator[str]:
         for rollouts, ref in zip(scored.rollouts, manifest.shards, strict=False):
             if not {*_read_names(run, ref)} <= {*_read_names(run, rollouts.shards[0])}:
                 yield f"{manifest.key}: contains auxiliary scores of completions that are not in {rollouts.key}"
+    yield from _check_solve_rates(iteration)
+
+
+def _check_solve_rates(iteration: Iteration) -> Iterator[str]:
+    """Check that the solve rates of the credit stage, by which later prompts are chosen, follow from the scores.
+    Prompts whose scores were deleted are not checked."""
+    if not (term := recorded_solve_rate_term(iteration)):
+        return
+    run, scored = iteration.run, iteration.scored_rollouts()
+    scoring = read_recorded(ScoringConfig, run.config_at(iteration.number)["scoring"])
+    [reward] = (each for each in scoring.rewards if each.term == term)
+    shards = zip(scored.scores, scored.rows, strict=True)
+    tables = [select_rows(read_shard(run.store, scores.shards[0]), rows) for scores, rows in shards]
+    recorded = read_solve_rates(iteration.credit)
+    for row, rate in measure_solve_rates(tables, reward).items():
+        if recorded.get(row) != rate:
+            yield (
+                f"{iteration.credit.key}: the solve rate of row {row} of the training prompts is {recorded.get(row)}, "
+                f"but {rate} follows from the scores"
+            )
 
 
 def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str]:

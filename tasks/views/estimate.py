@@ -152,7 +152,10 @@ def estimate(
     stages = {
         "prefill": (generated.prefill, sum(generated_work.prompts)),
         "decode": (generated.decode, generated_work.tokens),
-        "log-probs before the update": (trained.logprobs, generated_work.trained_tokens),
+        "log-probs before the update": (
+            one_pass if update.masks_outliers or update.masks_low_entropy else trained.logprobs,
+            generated_work.trained_tokens,
+        ),
         "log-probs of reference and teacher": (other_passes, generated_work.trained_tokens),
         "forward and backward": (
             update.epochs * one_pass * (1 + 2 * backward),

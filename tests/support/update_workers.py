@@ -42,6 +42,7 @@ CONFIG = UpdateConfig(learning_rate=1e-3, minibatches=2, microbatch_tokens=120, 
 UNCLIPPED = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
 """One optimizer step per update, whose Adam moments are proportional to the gradient."""
 LORA = LoraConfig(rank=4, alpha=10)
+DORA = LoraConfig(rank=4, alpha=10, dora=True)
 
 
 Config = TypeVar("Config", bound=BaseModel)

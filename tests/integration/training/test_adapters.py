@@ -37,6 +37,7 @@ from tests.support.processes import preload
 from tests.support.training import publish_scratch
 from tests.support.update_workers import (
     CONFIG,
+    DORA,
     LORA,
     change,
     fetch_part,
@@ -146,13 +147,13 @@ def test_the_merged_directory_and_the_adapter_next_to_its_base_are_policies(adap
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "sets use_dora, but only LoRA and rsLoRA"),
-        ({"bias": "all"}, "sets bias = 'all', but only LoRA and rsLoRA"),
+        ({"use_dora": True}, "sets use_dora = True, but 0 of .* layers have magnitudes"),
+        ({"bias": "all"}, "sets bias = 'all', but only LoRA, rsLoRA and DoRA"),
         ({"peft_type": "IA3"}, "sets peft_type"),
         ({"r": 0}, "adapter_config.json .*greater than or equal to 1"),
     ],
 )
-def test_an_adapter_that_is_not_plain_lora_is_refused(pair, changes, message, tmp_path):
+def test_an_adapter_of_another_method_is_refused(pair, changes, message, tmp_path):
     adapter = tmp_path / "adapter"
     shutil.copytree(pair[1], adapter)
     settings = json.loads((adapter / "adapter_config.json").read_text())
@@ -285,17 +286,20 @@ def test_the_merged_weights_have_the_outputs_of_the_trainer(adapted):
 # ---- critics
 
 
-def test_a_critics_head_is_trained_in_full_next_to_adapters_and_both_are_merged_as_peft_does(uri, policy, tmp_path):
+@pytest.mark.parametrize("lora", [LORA, DORA])
+def test_a_critics_head_is_trained_in_full_next_to_adapters_and_both_are_merged_as_peft_does(
+    uri, policy, lora, tmp_path
+):
     store = open_store(f"{uri}/run")
     (tmp_path / "made").mkdir()
     write_critic(None, fetch_bundle(store, policy.weights), tmp_path / "made")
     critic = ModelVersion(version=0, weights=publish_bundle(store, tmp_path / "made", prefix="critics"))
-    learnt = start_critic(uri, ADAPTED).update(critic_work(uri, policy, critic)).critic
+    learnt = start_critic(uri, change(ADAPTED, lora=lora)).update(critic_work(uri, policy, critic)).critic
     adapter = fetch_bundle(store, learnt.adapter)
     assert load_file(adapter / "adapter_model.safetensors")["base_model.model.score.weight"].any()
     merged = load_critic(fetch_bundle(store, critic.weights))
     merge(merged, read_adapter(adapter))
-    trained = load_trainable(store, learnt, load=load_critic, lora=LORA)
+    trained = load_trainable(store, learnt, load=load_critic, lora=lora)
     theirs = PeftModel.from_pretrained(load_critic(fetch_bundle(store, critic.weights)), adapter)
     tokens_BT = torch.arange(3, 60)[None]
     with torch.no_grad():

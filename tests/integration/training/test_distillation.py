@@ -1,5 +1,6 @@
 """Distillation: how teachers score tokens, from a directory or behind an endpoint, and the advantages that follow."""
 
+import json
 import math
 import threading
 from dataclasses import replace
@@ -19,12 +20,12 @@ from rheostat.models.config.algorithms import DistillationOnly, Grpo
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.reward_terms import NumericReward
 from rheostat.models.config.rewards import ScoringConfig
-from rheostat.models.config.teachers import Distillation, TeacherDirectory
+from rheostat.models.config.teachers import Distillation, Specialist, TeacherDirectory
 from rheostat.models.data.problems import load_problems
 from rheostat.models.inspection.other_models import check_teacher
 from rheostat.models.modeling.layout import lay_out
 from rheostat.models.records.model_input import ModelInput
-from rheostat.models.records.schemas import score_schema
+from rheostat.models.records.schemas import PROMPT_SCHEMA, score_schema
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import CreditWork, EstimateWork, ScoredShard
 from rheostat.models.text.tokenizer import load_tokenizer, scratch_tokenizer
@@ -187,6 +188,89 @@ def test_attempts_to_reach_an_endpoint_count_as_progress_and_a_dead_endpoint_is_
 def test_work_without_the_teachers_model_is_refused(uri, student):
     with pytest.raises(BadInput, match="does not name the teacher"):
         start(uri, MICROBATCHES).estimate(estimate_work(uri, student, None))
+
+
+# ---- several teachers
+def specialists(*more: Specialist, first=HELD.teacher) -> DistillationOnly:
+    other = Specialist(column="kind", values=("fractions", "decimals"), teacher=first)
+    own = Specialist(column="kind", values=("3",), teacher=HELD.teacher)
+    return DistillationOnly(distillation=HELD.model_copy(update={"specialists": (other, own, *more)}))
+
+
+def routed_work(uri: str, general: ModelVersion, *versions: ModelVersion | None) -> EstimateWork:
+    """Return a work unit with six prompts: the first specialist selects prompts 1 and 5, the second prompt 4."""
+    kinds = ({"kind": "sums"}, {"kind": "decimals"}, {}, {"kind": None}, {"kind": 3}, {"kind": "fractions"})
+    rows = [{"prompt_id": str(row), "columns": json.dumps(columns)} for row, columns in enumerate(kinds)]
+    table = pa.Table.from_pylist(rows, PROMPT_SCHEMA)
+    prompts = write_shard(open_store(f"{uri}/run"), table, kind="prompts", metadata={})
+    return replace(estimate_work(uri, general, general), specialists=versions, prompts=prompts)
+
+
+def rows_of(uri: str, shards: tuple[ShardRef, ...]) -> list[dict]:
+    return [row for shard in shards for row in read_shard(open_store(f"{uri}/run"), shard).to_pylist()]
+
+
+def test_each_problem_has_the_log_probs_of_the_first_specialist_that_selects_it(uri, student, teacher):
+    third = publish_scratch(f"{uri}/run", Path(uri, "third"), seed=9)
+    work = routed_work(uri, student, teacher, third)
+    late = Specialist(column="kind", values=("decimals", "3"), teacher=HELD.teacher)
+    work = replace(work, specialists=(teacher, third, student))
+    rows = rows_of(uri, start(uri, MICROBATCHES, algorithm=specialists(late)).estimate(work).shards)
+    names = ["student", "teacher", "student", "student", "third", "teacher"]
+    assert [row["prompt_row"] for row in rows] == [prompt for prompt in range(6) for _ in range(3)]
+    for row, sequence in zip(rows, sequences_of(uri, work), strict=True):
+        name = names[row["prompt_row"]]
+        expected = compute_logprobs(Path(uri, name), [sequence], temperature=0.9)
+        np.testing.assert_allclose(row["teacher"], expected, atol=2e-5)
+        if name == "student":  # the policy and each teacher compute the same micro-batches
+            assert row["teacher"] == row["policy"]
+        else:
+            assert row["teacher"] != row["policy"]
+
+
+def test_a_specialist_without_completions_is_not_loaded(uri, student, teacher):
+    absent = replace(teacher, weights=change(teacher.weights, key="teachers/absent", digest="0" * 64))
+    unused = Specialist(column="level", values=("hard",), teacher=HELD.teacher)
+    work = replace(routed_work(uri, student), specialists=(teacher, student, absent))
+    start(uri, MICROBATCHES, algorithm=specialists(unused)).estimate(work)
+    everything = Specialist(column="kind", values=("sums",), teacher=HELD.teacher)
+    with pytest.raises(Exception, match="absent"):
+        start(uri, MICROBATCHES, algorithm=specialists(everything)).estimate(work)
+
+
+def test_an_endpoint_receives_only_the_completions_of_its_problems(uri, student, teacher):
+    work = replace(routed_work(uri, student, None, student))
+    with teacher_server(Path(uri, "teacher")) as server:
+        algorithm = specialists(first=teacher_at(server.url))
+        rows = rows_of(uri, start(uri, MICROBATCHES, algorithm=algorithm).estimate(work).shards)
+    sequences = [each for row, each in zip(rows, sequences_of(uri, work), strict=True) if row["prompt_row"] in (1, 5)]
+    assert sorted(request.body["prompt"] for request in server.asked) == sorted(
+        each.tokens.tolist() for each in sequences
+    )
+
+
+def test_work_without_the_prompts_of_specialists_is_refused(uri, student, teacher):
+    work = replace(routed_work(uri, student, teacher, student), prompts=None)
+    with pytest.raises(BadInput, match="2 specialists"):
+        start(uri, MICROBATCHES, algorithm=specialists()).estimate(work)
+
+
+@pytest.mark.system
+def test_two_ranks_agree_with_one_if_a_specialist_has_fewer_completions_than_ranks(uri, student, teacher):
+    work = routed_work(uri, student, teacher, student)
+    first, *_ = work.shards
+    work = replace(work, shards=(replace(first, rows=(1,)), *work.shards[1:]))
+    jobs = {
+        name: Job(config, [work], algorithm=specialists())
+        for name, config in (
+            ("whole", MICROBATCHES),
+            ("sharded", change(MICROBATCHES, zero_stage=3)),
+            ("sequence parallel", change(MICROBATCHES, sequence_parallel=2)),
+        )
+    }
+    alone = columns(uri, start(uri, MICROBATCHES, algorithm=specialists()).estimate(work).shards, "policy", "teacher")
+    for name, [outcome] in run_on_ranks(uri, jobs).items():
+        np.testing.assert_allclose(columns(uri, outcome.shards, "policy", "teacher"), alone, atol=1e-5, err_msg=name)
 
 
 # ---- several ranks

@@ -152,6 +152,7 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
         (2, "bfloat16", None),
         (3, "float32", None),
         (3, "float32", LoraConfig(rank=2)),
+        (3, "float32", LoraConfig(rank=2, dora=True)),
     ],
 )
 def test_recomputing_layers_changes_no_bit_of_an_update(drawn, stage, dtype, lora):

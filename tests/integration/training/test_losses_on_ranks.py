@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, SecondMoment, TruncatedImportance
-from rheostat.models.config.divergence import KlPenalty
+from rheostat.models.config.divergence import KlPenalty, NoKl
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import EntropyBonus, UpdateConfig
 from rheostat.models.config.policy_losses import ClipCov, ConstantMean, Dppo, KlCov, PpoClip, SequenceMean, TokenMean
@@ -119,6 +119,13 @@ COMPARING = {
         "correction": SecondMoment(max_moment=0.02),
         "stale_correction": None,
     },
+    "tokens of high entropy": {
+        "correction": SecondMoment(max_moment=0.02),
+        "stale_correction": None,
+        "entropy": EntropyBonus(coefficient=0.1),
+        "top_entropy": 0.3,
+        "epochs": 2,
+    },
     "completions and an entropy bonus": {
         "loss": KL_COV,
         "correction": MaskedImportance(low=0.3, high=2, level="sequence"),
@@ -126,11 +133,11 @@ COMPARING = {
         "entropy": EntropyBonus(coefficient=0.1),
     },
 }
-"""Corrections with which the weight of a token depends on other tokens."""
+"""Corrections and a mask with which the weight of a token depends on other tokens."""
 
 
 @pytest.mark.system
-def test_corrections_that_compare_tokens_do_not_depend_on_ranks_slices_and_micro_batches(uri, policy):
+def test_corrections_and_masks_that_compare_tokens_do_not_depend_on_ranks_slices_and_micro_batches(uri, policy):
     work = update_work(uri, policy, **SAMPLES)
     configs = {name: change(BASE, minibatches=2, **settings) for name, settings in COMPARING.items()}
     jobs = {name: Job(change(config, microbatch_tokens=90), [work]) for name, config in configs.items()}
@@ -139,7 +146,20 @@ def test_corrections_that_compare_tokens_do_not_depend_on_ranks_slices_and_micro
     for name, config in configs.items():
         alone = start_worker(uri, change(config, microbatch_tokens=9999)).update(work)
         assert 0.05 < alone.metrics["importance_masked"] < 0.95, name
+        assert alone.metrics.get("low_entropy_fraction", 0.7) == pytest.approx(0.7, abs=0.01), name
         for found in (outcomes[name][0], outcomes[f"{name} in slices"][0]):
             assert found.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6), name
             moved = distance(load_trained(uri, alone.model), load_trained(uri, found.model))
             assert moved < 1e-3 * distance(load_trained(uri, alone.model), load_trained(uri, policy)), name
+
+
+@pytest.mark.system
+def test_a_mask_that_keeps_all_tokens_gives_the_update_without_a_mask(uri, policy):
+    work = update_work(uri, policy, **SAMPLES)
+    plain, whole, few, tiny = (
+        start_worker(uri, change(BASE, kl=NoKl(), top_entropy=share)).update(work) for share in (None, 1.0, 0.5, 1e-9)
+    )
+    np.testing.assert_array_equal(gradients(uri, whole), gradients(uri, plain))
+    assert whole.metrics == plain.metrics
+    assert not np.allclose(gradients(uri, few), gradients(uri, plain), atol=1e-4)
+    assert 1e-9 < np.abs(gradients(uri, tiny)).max() < np.abs(gradients(uri, few)).max(), "one token is left"

@@ -36,6 +36,7 @@ CONFIGS = {
     "bfloat16": BASE.model_copy(update={"dtype": "bfloat16"}),
     "reference": BASE.model_copy(update={"kl": KlPenalty()}),
     "adapters": BASE.model_copy(update={"kl": KlPenalty(), "lora": LoraConfig(rank=8)}),
+    "magnitudes": BASE.model_copy(update={"lora": LoraConfig(rank=8, dora=True)}),
 }
 PROMPT, COMPLETION = 16, 112
 FIRST = ("layers again", "adapters", "zero 3")

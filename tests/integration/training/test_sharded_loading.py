@@ -59,6 +59,7 @@ def test_an_update_of_shards_that_were_loaded_alone_has_the_bits_of_one_after_a_
         "float32": sharded,
         "bfloat16": change(sharded, dtype="bfloat16"),
         "adapters": change(sharded, dtype="bfloat16", lora=LoraConfig(rank=4)),
+        "magnitudes": change(sharded, lora=LoraConfig(rank=4, dora=True)),
     }
     start_ranks(_update_both_ways, uri, policy, configs)
     for name, ways in torch.load(Path(uri, "found-0.pt"), weights_only=False).items():

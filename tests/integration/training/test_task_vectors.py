@@ -110,20 +110,42 @@ def test_adapters_are_merged_as_the_policies_that_they_describe(tmp_path, kind):
         write(tmp_path / "ranks", method, adapters, base, adapters="ranks")
 
 
-def test_a_base_model_with_other_shapes_or_precision_is_refused(tmp_path, policies):
+def test_a_base_model_with_other_shapes_is_refused(tmp_path, policies):
     base, one, other = policies
     write_policy(tmp_path / "wide", changes={"intermediate_size": 208})
     with pytest.raises(BadInput, match=r"base differs from .*down_proj.weight: shape: expected \(64, 192\)"):
         write(tmp_path / "sum", TiesMerge(base=base), [one, other], tmp_path / "wide")
-    half = tmp_path / "half"
-    write_policy(half)
-    save_file(
-        {name: value.bfloat16() for name, value in load_file(base / WEIGHTS).items()}, half / WEIGHTS, {"format": "pt"}
-    )
-    with pytest.raises(BadInput, match=r"dtype: expected torch.float32, found torch.bfloat16 \(set the dtype"):
-        write(tmp_path / "half-sum", TiesMerge(base=base), [one, other], half)
-    cast = write(tmp_path / "cast", TiesMerge(base=base), [one, other], half, dtype="bfloat16")
-    assert cast["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_a_base_model_may_be_written_by_another_version_of_transformers(tmp_path, policies):
+    base, one, other = policies
+    older = tmp_path / "older"
+    write_policy(older)
+    config = json.loads((older / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    (older / "config.json").write_text(json.dumps(config | {"rope_theta": rope["rope_theta"]}))
+    half = {name: value.bfloat16() for name, value in load_file(base / WEIGHTS).items()}
+    save_file(half | {"spare.weight": torch.zeros(2).bfloat16()}, older / WEIGHTS, {"format": "pt"})
+    found = write(tmp_path / "sum", TiesMerge(base=base), [one, other], older)
+    loaded = [load_file(path / WEIGHTS) for path in (one, other)]
+    expected = merge_loaded(TiesMerge(base=base), half, *loaded)
+    assert found.keys() == loaded[0].keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_the_base_model_must_be_the_initial_policy_of_the_runs(tmp_path, policies):
+    base, one, other = policies
+    method = MethodWithBase(TiesMerge(base=base), Parent("base", base, 1.0, "d" * 64))
+    for start, message in ((policy_digest(base), ""), (policy_digest(other), "Name the initial policy as the base")):
+        parents = tuple(Parent(str(path), path, 0.5, start) for path in (one, other))
+        target = tmp_path / start[:8]
+        target.mkdir()
+        if not message:
+            write_merge(MergeWork(parents, target, method=method))
+            continue
+        with pytest.raises(BadInput, match=message):
+            write_merge(MergeWork(parents, target, method=method))
+        write_merge(MergeWork(parents, target, method=method, unrelated=True))
 
 
 def test_a_run_starts_from_the_merge_of_its_configuration(tmp_path, policies):

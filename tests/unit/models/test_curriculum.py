@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat.models.data.curriculum import Cursor, give_back, take_rows
+from rheostat.models.data.curriculum import Cursor, PromptOrder, give_back, take_rows
 
 
 def take_iterations(counts, *, num_prompts, seed=3):
     """Return the rows of consecutive iterations that take this number of prompts and give none back."""
     cursor, iterations = Cursor(), []
     for count in counts:
-        rows, cursor = take_rows(cursor, count, taken=(), num_prompts=num_prompts, seed=seed)
+        rows, cursor = take_rows(cursor, count, PromptOrder(num_prompts, seed), taken=())
         iterations.append(rows)
     return iterations
 
@@ -52,7 +52,7 @@ def test_each_prompt_is_used_once_per_epoch_for_any_number_of_waves_and_returned
             if not available:
                 break
             count = data.draw(st.integers(1, available))
-            rows, cursor = take_rows(cursor, count, taken=iteration, num_prompts=num_prompts, seed=7)
+            rows, cursor = take_rows(cursor, count, PromptOrder(num_prompts, 7), taken=iteration)
             assert len(rows) == count
             iteration += rows
         assert len(set(iteration)) == len(iteration)
@@ -71,9 +71,9 @@ def test_two_waves_take_the_same_prompts_as_one_wave_of_their_total_size(num_pro
     total = data.draw(st.integers(2, num_prompts))
     size = data.draw(st.integers(1, total - 1))
     cursor = Cursor(position=data.draw(st.integers(0, 3 * num_prompts)), returned=(1,))
-    rows, after = take_rows(cursor, total, taken=(), num_prompts=num_prompts, seed=1)
-    first, between = take_rows(cursor, size, taken=(), num_prompts=num_prompts, seed=1)
-    second, last = take_rows(between, total - size, taken=first, num_prompts=num_prompts, seed=1)
+    rows, after = take_rows(cursor, total, PromptOrder(num_prompts, 1), taken=())
+    first, between = take_rows(cursor, size, PromptOrder(num_prompts, 1), taken=())
+    second, last = take_rows(between, total - size, PromptOrder(num_prompts, 1), taken=first)
     assert (first + second, last.position) == (rows, after.position)
     assert sorted(last.returned) == sorted(after.returned)
 
@@ -90,11 +90,11 @@ def test_two_waves_take_the_same_prompts_as_one_wave_of_their_total_size(num_pro
     ],
 )
 def test_returned_and_repeated_rows_wait_in_order(cursor, count, taken, rows, after):
-    result = take_rows(give_back(Cursor(position=cursor[0]), cursor[1]), count, taken=taken, num_prompts=8, seed=3)
+    result = take_rows(give_back(Cursor(position=cursor[0]), cursor[1]), count, PromptOrder(8, 3), taken=taken)
     assert result == (rows, Cursor(position=after[0], returned=after[1]))
 
 
 @pytest.mark.parametrize(("count", "taken"), [(-1, ()), (9, ()), (7, (0, 1))])
 def test_more_prompts_than_an_iteration_can_have_are_refused(count, taken):
     with pytest.raises(ValueError, match="at most"):
-        take_rows(Cursor(), count, taken=taken, num_prompts=8, seed=3)
+        take_rows(Cursor(), count, PromptOrder(8, 3), taken=taken)

@@ -36,7 +36,7 @@ CONFIGS = sorted(
     - {HOME / f"configs/{name}.toml" for name in ("retriever", "hub")}
 )
 KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-LORA = LoraConfig(rank=3, targets=("q_proj", "down_proj"))
+LORA = LoraConfig(rank=3, targets=("q_proj", "down_proj"), dora=True)
 
 
 def assert_same(inspected, built):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat.models.config.data import FileData, MixtureData, WeightedFile
-from rheostat.models.data.curriculum import Cursor, Part, max_prompts, read_parts, take_rows
+from rheostat.models.data.curriculum import Cursor, Part, PromptOrder, max_prompts, read_parts, take_rows
 from rheostat.models.data.problems import load_problems
 from tests.support.json_lines import write_json_lines
 
@@ -21,7 +21,7 @@ def take_prompts(counts: list[int], *, parts: tuple[Part, ...] = PARTS, seed: in
     """Return the rows of iterations that take the given numbers of prompts and give none back."""
     cursor, rows = Cursor(), list[int]()
     for count in counts:
-        taken, cursor = take_rows(cursor, count, taken=(), num_prompts=parts[-1].rows.stop, seed=seed, parts=parts)
+        taken, cursor = take_rows(cursor, count, PromptOrder(parts[-1].rows.stop, seed, parts), taken=())
         assert len({*taken}) == count
         rows += taken
     return rows
@@ -53,19 +53,19 @@ def test_a_problem_comes_again_only_after_all_problems_of_its_part():
 @given(st.integers(0, 200_000), st.integers(1, 8))
 def test_the_stream_continues_from_any_place_as_if_it_had_never_ended(position, count):
     """Compare one call, which counts earlier prompts again in blocks, with one call per prompt."""
-    at_once, _ = take_rows(Cursor(position=position), count, taken=(), num_prompts=ROWS, seed=7, parts=PARTS)
+    at_once, _ = take_rows(Cursor(position=position), count, PromptOrder(ROWS, 7, PARTS), taken=())
     cursor, singly = Cursor(position=position), list[int]()
     while len(singly) < count:
-        [row], after = take_rows(cursor, 1, taken=singly, num_prompts=ROWS, seed=7, parts=PARTS)
+        [row], after = take_rows(cursor, 1, PromptOrder(ROWS, 7, PARTS), taken=singly)
         singly.append(row)
         cursor = Cursor(position=after.position)
     assert tuple(singly) == at_once
 
 
 def test_a_single_part_is_sampled_like_problems_without_parts():
-    plain, _ = take_rows(Cursor(position=3), 5, taken=(), num_prompts=9, seed=1)
+    plain, _ = take_rows(Cursor(position=3), 5, PromptOrder(9, 1), taken=())
     for parts in ((Part(range(9), 2),), (Part(range(0), 5), Part(range(9), 1))):
-        assert take_rows(Cursor(position=3), 5, taken=(), num_prompts=9, seed=1, parts=parts)[0] == plain
+        assert take_rows(Cursor(position=3), 5, PromptOrder(9, 1, parts), taken=())[0] == plain
 
 
 def test_the_largest_iteration_takes_no_more_prompts_from_a_part_than_it_has():

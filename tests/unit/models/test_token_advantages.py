@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rheostat.models.algorithms.advantages import groups_that_differ, informative_groups, token_advantages
 from rheostat.models.algorithms.experience import AuxiliaryScores, Experience
-from rheostat.models.algorithms.ppo import compute_generalized_advantages
+from rheostat.models.algorithms.ppo import compute_generalized_advantages, policy_lam
 from rheostat.models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
 from rheostat.models.config.algorithms import (
     Capo,
@@ -211,6 +211,32 @@ def test_gae_has_the_advantages_worked_by_hand():
         np.array([0.0, 4.0]), np.array([1.0, 2.0]), np.array([2]), gamma=0.5, lam=0.5
     )
     np.testing.assert_array_equal(found, [0.5, 2.0])
+
+
+def test_a_length_adaptive_lambda_depends_on_the_length_of_each_completion():
+    # α = 0.5: lengths 1, 2 and 4 have λ = max(0, 1 - 2), 1 - 1 and 1 - 1/2
+    lengths = np.array([1, 2, 4])
+    np.testing.assert_array_equal(policy_lam(lengths, Ppo(length_adaptive_lam=0.5)), [0, 0, 0.5])
+    assert policy_lam(lengths, Ppo(lam=0.9)) == 0.9
+    # only the last token has a reward, and the values are 0, so advantages are powers of λ
+    rewards = np.array([1.0, *[0, 1], *[0, 0, 0, 1]])
+    found = compute_generalized_advantages(
+        rewards, np.zeros(7), lengths, gamma=1.0, lam=policy_lam(lengths, Ppo(length_adaptive_lam=0.5))
+    )
+    np.testing.assert_array_equal(found, [1, *[0, 1], *[0.125, 0.25, 0.5, 1]])
+
+
+@given(completions(), st.integers(0, 99), discounts)
+def test_the_returns_of_the_critic_may_have_another_lambda(case: Drawn, seed: int, lam: float):
+    batch = with_models(case, seed)
+    plain, critic, adaptive = (
+        token_advantages(batch, Ppo(whiten=False, **options))
+        for options in ({"lam": lam}, {"lam": 1.0}, {"lam": lam, "critic_lam": 1.0, "length_adaptive_lam": 0.3})
+    )
+    decoupled = token_advantages(batch, Ppo(whiten=False, lam=lam, critic_lam=1.0))
+    np.testing.assert_array_equal(decoupled.advantages_T, plain.advantages_T)
+    np.testing.assert_array_equal(decoupled.returns_T, critic.returns_T)
+    np.testing.assert_array_equal(adaptive.returns_T, critic.returns_T)
 
 
 @given(completions(), st.integers(0, 99), discounts, discounts)

@@ -87,6 +87,7 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
         weights_N=torch.arange(6) / 15, rows_N=torch.tensor([0, 0, 0, 1, 1, 2]), lengths_B=torch.tensor([3, 2, 1]),
         old_N=before_N + noise_N, reference_N=before_N - noise_N,
         selected_N=torch.tensor([0, 1, 0, 0, 1, 0]) > 0, outlier_N=torch.tensor([0, 0, 1, 0, 0, 0]) > 0,
+        low_entropy_N=torch.tensor([0, 1, 0, 1, 0, 0]) > 0,
     )  # fmt: skip
     gradients, calls, plain = [], [], Head.logits
     monkeypatch.setattr(Head, "logits", lambda *given: calls.append(len(given[1])) or plain(*given))

@@ -22,6 +22,7 @@ OUTCOME_AND_STEPS = f"scoring.rewards=[{{kind='numeric',weight=2}},{STEPS}]"
 LOW_OUTCOME = f"scoring.rewards=[{{kind='numeric',weight=0.5}},{STEPS}]"
 JUDGE = "scoring.rewards=[{kind='judge',slots=2,model={kind='trained',engine={kind='vllm',tensor_parallel=4}}}]"
 TRAINED_REWARD = "scoring.rewards=[{kind='numeric'},{kind='model',name='liked',model={kind='trained'}}]"
+LIKED = "{kind='model',model={kind='directory',path='m'}}"
 TEACHER = "algorithm.distillation.teacher={kind='directory',path='somewhere'}"
 ENDPOINT = (
     "algorithm.distillation.teacher={kind='endpoint',base_url='https://teacher.example.com/v1',"
@@ -52,6 +53,7 @@ DIFFUSION = (
         ("update.stale_correction.kind=masked", "rollout.staleness=1", "retention.keep_last=3"),
         ("update.stale_correction.kind=second_moment", "rollout.staleness=1", "retention.keep_last=3"),
         ("update.correction={kind='truncated',level='sequence'}", "update.loss.kind=gspo"),
+        ("update.top_entropy=0.2", "update.entropy.coefficient=0.01"),
         (WEIGHTLESS, "iterations=0"),
         (CAPO, LOW_OUTCOME, "algorithm.allow_low_outcome=true"),
         ("algorithm.kind=grpo", ENDPOINT),
@@ -66,11 +68,16 @@ DIFFUSION = (
         (VLLM, RAW, "rollout.sampling.top_p=0.9"),
         (VLLM, RAW, "rollout.sampling.top_k=40"),
         ("rollout.sampling.top_p=0.9",),
+        ("rollout.curriculum={}", "rollout.staleness=1", "retention.keep_last=3"),
+        ("rollout.curriculum={}", KEEP, "rollout.partial.tokens=8"),
+        ("rollout.curriculum.metric=numeric", f"scoring.rewards=[{LIKED},{{kind='numeric'}}]"),
         ("rollout.sampling.top_k=40",),
         (VLLM, "rollout.sampling.temperature=0.7"),
         ("rollout.sampling.temperature=2.5",),
         (VLLM, "update.lora.rank=512"),
         ("update.lora.rank=513",),
+        ("update.lora.dora=true",),
+        (VLLM, "update.lora.rank_stabilized=true"),
         (VLLM, "update.lora.rank=8", "pools.gpus_per_worker=1", "rollout.engine.dtype=bfloat16"),
         (VLLM, "rollout.engine.tensor_parallel=4", "pools.gpus_per_worker=4"),
         (VLLM, "rollout.engine.tensor_parallel=4", SERVERS),

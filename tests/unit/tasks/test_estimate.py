@@ -53,6 +53,8 @@ def test_estimates_depend_on_ranks_workers_precision_epochs_and_adapters():
     assert stages["decode"].seconds == pytest.approx(plain["decode"].seconds / 2)
     assert stages["forward and backward"].seconds == pytest.approx(2 * plain["forward and backward"].seconds / 4)
     assert stages["log-probs of reference and teacher"].seconds == pytest.approx(100 * 2e-3 / 4)
+    masked, _ = estimate_job("pools.workers=1", "update.top_entropy=0.2")  # also the first step
+    assert masked["log-probs before the update"].seconds == pytest.approx(100 * 2e-3)
     adapted, _ = estimate_job("pools.workers=1", "update.lora.rank=2", trained_parameters=20.0)
     assert adapted["forward and backward"].seconds == pytest.approx(2 * 100 * 2e-3)
     assert adapted["optimizer"].seconds == pytest.approx(plain["optimizer"].seconds / 100)

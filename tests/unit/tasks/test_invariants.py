@@ -18,7 +18,7 @@ from rheostat.models.config.engines import SamplingConfig
 from rheostat.models.config.reward_terms import RegexReward
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
-from rheostat.models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
+from rheostat.models.data.curriculum import DynamicSamplingState, PromptOrder, another_wave, take_rows, wave_size
 from rheostat.models.engines.protocol import Completion
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.records.schemas import PROMPT_SCHEMA, FinishReason
@@ -119,7 +119,7 @@ class Story:
         carried = tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else ()
         count = max(0, wave_size(gap, (before.sampling or DynamicSamplingState()).ema, DYNAMIC.margin) - len(carried))
         cursor = earlier[-1].cursor if earlier else before.cursor
-        rows, cursor = take_rows(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
+        rows, cursor = take_rows(cursor, count, PromptOrder(len(TEXTS), 3), taken=taken)
         plan = BatchPlan(
             key=iteration_key(number, wave), number=number, wave=wave, split="train", rows=rows, carried=carried,
             group_size=ROLLOUT.group_size, shard_prompts=ROLLOUT.shard_prompts, sampling=ROLLOUT.sampling,

@@ -9,7 +9,6 @@ from rheostat.tasks.run.keys import (
     DPO,
     PROMPTS,
     SFT,
-    TEACHER,
     StageKey,
     evaluation_key,
     iteration_key,
@@ -86,5 +85,11 @@ def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(
 def test_models_have_separate_keys_before_the_first_iteration_and_keys_of_updates_later(number, term, prefix):
     assert [StageKey.policy(0), StageKey.critic(0)] == ["policy/initial", "critic/initial"]
     assert StageKey.policy(number) == StageKey.critic(number) == StageKey.of(iteration_key(number), "update")
-    made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, is_base=True)]
+    made = [
+        *PROMPTS.values(),
+        StageKey.teacher(0),
+        StageKey.teacher(1),
+        StageKey.reward_model(term),
+        StageKey.reward_model(term, is_base=True),
+    ]
     assert [StageKey.parse(key.with_prefix(prefix)) for key in made] == [f"{prefix}{key}" for key in made]

@@ -25,7 +25,7 @@ def make_run(path, **config):
     [
         ({"update": {"kl": PENALTY}}, 3),
         ({"algorithm": {"kind": "grpo", "kl": PENALTY}}, 3),
-        ({"algorithm": {"kind": "target", "target": "a:B", "options": {"kl": PENALTY}}}, 3),
+        ({"algorithm": {"kind": "target", "target": "a:B", "options": {"penalty": PENALTY}}}, 3),
         ({"update": {"kl": {"kind": "k3"}}, "algorithm": {"kind": "grpo"}}, None),
         ({}, None),
     ],

@@ -133,3 +133,17 @@ def test_a_recredit_with_the_teacher_of_its_run_has_no_conflict_after_the_branch
         conflicts[name] = [*find_recredit_conflicts(stored_run, terms, config, [])]
     assert conflicts["team/teacher"] == []
     assert "log-probs of this teacher" in conflicts["team/other"][0]
+
+
+def test_a_recredit_with_other_specialists_than_its_run_has_a_conflict(hub, tmp_path):
+    hub.add("team/teacher", {"config.json": b"{}"})
+    stored_run = begin_run(tmp_path, algorithm=TAUGHT)
+    teacher = TAUGHT["distillation"]["teacher"]
+    more = {"specialists": [{"column": "kind", "values": ["code"], "teacher": teacher}]}
+    for changes, is_conflict in (({"coefficient": 2}, False), (more, True)):
+        table = {**TAUGHT, "distillation": {**TAUGHT["distillation"], **changes}}
+        terms = RecreditTerms.model_validate(place_texts({"algorithm": table}, ""))
+        recorded = parse_config(recorded_config(stored_run), source="run", recorded=True)
+        config = recorded.model_copy(update={"algorithm": terms.algorithm})
+        found = [*find_recredit_conflicts(stored_run, terms, config, [])]
+        assert any("log-probs of this teacher" in each for each in found) == is_conflict

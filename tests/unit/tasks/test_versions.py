@@ -25,6 +25,7 @@ from rheostat.tasks.run.batch import BatchPlan
 from rheostat.tasks.run.iteration import CarryOver
 from rheostat.tasks.run.preflight import with_recorded_defaults
 from rheostat.tasks.run.rescorings import RecreditTerms, RescoringTerms
+from rheostat.tasks.run.solve_rates import SolveRates
 from rheostat.tasks.soup.record import SoupRecord
 from tests.support.configurations import accepted
 from tests.support.demos import demo_part
@@ -33,7 +34,7 @@ KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
 CHANGELOG = Path(__file__).parents[3] / "CHANGELOG.md"
 RECORDS = (
     *(BatchPlan, CarryOver, Deleted, DependencyRecord, Link, Manifest, RunRecord),
-    *(RecreditTerms, RescoringTerms, RetrieverConfig, SoupConfig, SoupRecord),
+    *(RecreditTerms, RescoringTerms, RetrieverConfig, SoupConfig, SoupRecord, SolveRates),
 )
 
 
