@@ -5,9 +5,7 @@ The worse run differs from the better run in the cause and in harmless settings,
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +13,7 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any, Final
 
-from bench.jobs import DEMO
+from bench.jobs import DEMO, run_command
 from bench.tables import Cell, Table
 from rheostat.infra.plugins import register_target_folder
 from rheostat.infra.store.runs import open_run
@@ -80,12 +78,14 @@ def measure() -> Iterator[Table]:
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         home = Path(directory)
         prepare(home)
-        _run(home, "train", "good/job.toml", NO_WARMUP)
+        run_command(home, "train", "good/job.toml", NO_WARMUP)
         for number, cause in enumerate(CAUSES):
             name = f"bad-{number}"
             overrides = write_worse_job(home, name, cause)
-            _run(home, "train", f"{name}/job.toml", *overrides)
-            result = json.loads(_run(home, "bisect", "good", name, f"why-{number}", "--row-ranges", "4", "--json"))
+            run_command(home, "train", f"{name}/job.toml", *overrides)
+            result = json.loads(
+                run_command(home, "bisect", "good", name, f"why-{number}", "--row-ranges", "4", "--json")
+            )
             sys.stderr.write("\n".join([*result["conclusion"], ""]))
             rows.append((cause, *_describe(result)))
     yield Table(
@@ -106,7 +106,7 @@ def _describe(result: Mapping[str, Any]) -> tuple[Cell, ...]:
 
 def prepare(home: Path) -> None:
     """Write the job of the better run, with the policy of the demo's warm-up."""
-    _run(home, "train", str(DEMO), "iterations=0", "report=false")
+    run_command(home, "train", str(DEMO), "iterations=0", "report=false")
     store = str(home / "runs")
     policy = policy_directory(read_recorded_config(open_run(store, "demo"), store), 0)
     folder = home / "good"
@@ -140,21 +140,3 @@ def _write_problems(
         for row, each in enumerate(problems)
     ]
     path.write_text("\n".join([*lines, ""]))
-
-
-def _run(home: Path, *words: str) -> str:
-    """Run a command of Rheostat in a temporary folder, and return what it printed. Raises RuntimeError if it fails."""
-    command = [str(Path(sys.executable).with_name("rheostat")), *words, "--store", str(home / "runs")]
-    environment = {**os.environ, "PREFECT_HOME": str(home / "prefect")}
-    done = subprocess.run(
-        [*command, "--quiet"],
-        stdout=subprocess.PIPE,
-        stderr=sys.stderr,
-        env=environment,
-        check=False,
-        text=True,
-        cwd=home,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
-    return done.stdout

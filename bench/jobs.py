@@ -91,3 +91,16 @@ def run_job_to_end(
         if child.returncode:
             raise RuntimeError(f"{' '.join(command)} failed with exit code {child.returncode}")
         yield FinishedJob(run=open_run(store, NAME), seconds=time.monotonic() - started)
+
+
+def run_command(home: Path, *words: str) -> str:
+    """Run a quiet command of Rheostat in a folder, with its store in `runs`, and return what it printed. Raises
+    RuntimeError if it fails."""
+    command = [str(Path(sys.executable).with_name("rheostat")), *words, "--store", str(home / "runs"), "--quiet"]
+    environment = {**os.environ, "PREFECT_HOME": str(home / "prefect")}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=sys.stderr, env=environment, check=False, text=True, cwd=home
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
+    return done.stdout

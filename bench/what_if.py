@@ -4,8 +4,6 @@ Both are compared after every iteration, so the tables also show how the error d
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from bench.jobs import DEMO
+from bench.jobs import DEMO, run_command
 from bench.tables import Cell, Table
 from rheostat.infra.store.runs import open_run
 from rheostat.tasks.views.metrics import evaluations_of
@@ -65,7 +63,7 @@ def measure() -> Iterator[Table]:
     """Train the demo once, and each change twice: on the stored rollouts, and on its own rollouts."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         home = Path(directory)
-        _run(home, "train", str(DEMO), "evaluation.every=1", "report=false")
+        run_command(home, "train", str(DEMO), "evaluation.every=1", "report=false")
         results = {}
         for number, (change, overrides) in enumerate(CHANGES.items()):
             results[change] = compare_change(home, f"change-{number}", overrides)
@@ -76,8 +74,8 @@ def measure() -> Iterator[Table]:
 
 def compare_change(home: Path, name: str, overrides: Sequence[str]) -> list[ComparedIteration]:
     """Answer a change of the demo in both ways, and return the accuracies after each iteration that both reached."""
-    answer = json.loads(_run(home, "what-if", "demo", name, *overrides, "--bound", str(LOWEST), "--json"))
-    _run(home, "fork", "demo@0", f"{name}-real", *overrides, "report=false")
+    answer = json.loads(run_command(home, "what-if", "demo", name, *overrides, "--bound", str(LOWEST), "--json"))
+    run_command(home, "fork", "demo@0", f"{name}-real", *overrides, "report=false")
     demo, run, rerun = (open_run(str(home / "runs"), each) for each in ("demo", name, f"{name}-real"))
     parent, replayed, real = ({each.number: each.mean for each in evaluations_of(run)} for run in (demo, run, rerun))
     compared, lowest = [], 1.0
@@ -142,15 +140,3 @@ def errors_table(results: Mapping[str, Sequence[ComparedIteration]]) -> Table:
         ),
         rows=tuple(rows),
     )
-
-
-def _run(home: Path, *words: str) -> str:
-    """Run a command of Rheostat in a temporary folder, and return what it printed. Raises RuntimeError if it fails."""
-    command = [str(Path(sys.executable).with_name("rheostat")), *words, "--store", str(home / "runs")]
-    environment = {**os.environ, "PREFECT_HOME": str(home / "prefect")}
-    done = subprocess.run(
-        [*command, "--quiet"], stdout=subprocess.PIPE, stderr=sys.stderr, env=environment, check=False, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
-    return done.stdout

@@ -1,6 +1,5 @@
 """Command that finds out which difference between two runs made one of them worse."""
 
-import asyncio
 import json
 import os
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from rheostat.flows.cli.bisect_step import VERBOSITY
+from rheostat.flows.cli.fork import check_and_print
 from rheostat.flows.cli.options import (
     DEFAULT_DISPLAY,
     DEFAULT_STORE,
@@ -83,9 +83,7 @@ def bisect(
     as_json: Json = False,
 ) -> None:
     """Find out which difference between two runs made one of them worse, by training forks."""
-    from rheostat.flows.cli.live import show_checks
     from rheostat.tasks.forks.bisection import BisectRequest, plan_bisection
-    from rheostat.tasks.run.preflight import preflight
 
     if options.row_ranges < 1:
         raise BadInput(f"--row-ranges must be at least 1, found {options.row_ranges}.")
@@ -106,9 +104,7 @@ def bisect(
     )
     plan, config = plan_bisection(request)
     if options.dry_run:
-        with show_checks(as_json=as_json):
-            asyncio.run(preflight(config))
-        write(plan.model_dump_json(indent=2) if as_json else "\n".join(plan.lines()))
+        check_and_print(config, plan, as_json=as_json)
         return
     if not as_json and not display.quiet:
         write("\n".join(plan.lines()))

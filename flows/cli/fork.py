@@ -21,6 +21,7 @@ from rheostat.infra.terminal import Json, write
 
 if TYPE_CHECKING:
     from rheostat.tasks.config.run import RunConfig
+    from rheostat.tasks.forks.bisection import BisectionPlan
     from rheostat.tasks.forks.creation import ForkPlan, PlannedFork
     from rheostat.tasks.forks.unlearning import UnlearningPlan
     from rheostat.tasks.views.summary import RunSummary
@@ -81,7 +82,7 @@ def fork(
     )
 
 
-def check_and_print(config: "RunConfig", plan: "ForkPlan | UnlearningPlan", *, as_json: bool) -> None:
+def check_and_print(config: "RunConfig", plan: "ForkPlan | UnlearningPlan | BisectionPlan", *, as_json: bool) -> None:
     """Check the inputs of a planned fork, and print the plan without writing anything. Raises BadInput if an input is
     wrong."""
     from rheostat.flows.cli.live import show_checks
