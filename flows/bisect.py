@@ -3,6 +3,7 @@ are undone."""
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -16,6 +17,7 @@ from rheostat.flows.evaluation import evaluate
 from rheostat.flows.prefect_states import install_state_handling
 from rheostat.flows.train import train
 from rheostat.infra.errors import BadInput, Quarantined, RunChanged, RunLocked
+from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run, open_run
 from rheostat.tasks.forks.bisection import (
     BAD,
@@ -84,7 +86,8 @@ async def _search(bisection: Bisection, *, max_forks: int | None, max_hours: flo
         search = search_candidates(bisection.candidates)
         state, undone = next(search)
         while True:
-            if not _has_budget(bisection, trials, undone, max_forks=max_forks, max_hours=max_hours):
+            has_budget = partial(_has_budget, bisection, trials, undone, max_forks=max_forks, max_hours=max_hours)
+            if not await asyncio.to_thread(has_budget):
                 outcome = "budget"
                 break
             trials.append(await _train_trial(bisection, len(trials) + 1, undone))
@@ -113,8 +116,8 @@ async def _train_trial(bisection: Bisection, number: int, undone: tuple[int, ...
     run. A fork whose settings are not possible, or whose training fails for a reason that would occur again, is a trial
     without a difference."""
     fork = bisection.fork(number, undone)
-    most, numbers = max_trials(len(bisection.candidates)), format_numbers(undone)
-    logger.info("%s, fork %d of up to %d: undoes the differences %s", fork.name, number, most, numbers)
+    numbers, most = format_numbers(undone), max_trials(len(bisection.candidates))
+    logger.info("%s undoes the differences %s (at most %d forks are trained)", fork.name, numbers, most)
     try:
         planned = await asyncio.to_thread(fork.plan)
         bisection.check_undone(planned, undone)
@@ -180,20 +183,23 @@ def _has_budget(
     max_hours: float | None,
 ) -> bool:
     """Return whether the budget allows the next fork, in which some candidates are undone. Its duration is estimated
-    from the iterations that the worse run has trained."""
+    from the iterations of the worse run."""
     trained = [trial for trial in trials if trial.difference is not None]
     if max_forks is not None and len(trained) >= max_forks:
         return False
     if max_hours is None:
         return True
-    seconds = _training_seconds(bisection.bad)
+    mean = fmean(_iteration_seconds(each) for each in sealed_iterations(bisection.bad))
     planned = bisection.fork(0, undone).plan().plan
-    estimate = fmean(seconds) * (planned.iterations - planned.iteration)
-    spent = sum(sum(_training_seconds(open_run(bisection.request.store, trial.run))) for trial in trained)
+    spent = sum(_training_seconds(open_run(bisection.request.store, trial.run)) for trial in trained)
+    estimate = mean * (planned.iterations - planned.iteration)
     return spent + estimate <= 3600 * max_hours
 
 
-def _training_seconds(run: Run) -> list[float]:
-    """Return the durations of the iterations that a run has trained itself, in seconds."""
-    own = (each for each in sealed_iterations(run) if not run.inherits(each.key))
-    return [each.provenance.seconds.get("total", 0.0) for each in own]
+def _training_seconds(run: Run) -> float:
+    """Return the total duration of the iterations that a run has trained itself, in seconds."""
+    return sum(_iteration_seconds(each) for each in sealed_iterations(run) if not run.inherits(each.key))
+
+
+def _iteration_seconds(sealed: Manifest) -> float:
+    return sealed.provenance.seconds.get("total", 0.0)

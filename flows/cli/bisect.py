@@ -24,7 +24,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.terminal import Json, parse_whole_number, write
 
 GoodRun = Annotated[
-    str, Parameter(name="GOOD", help="better run, or a registry, for the run of the champion from which BAD started")
+    str, Parameter(name="GOOD", help="better run, or a registry: the run of the champion from which BAD started")
 ]
 BadRun = Annotated[str, Parameter(name="BAD", help="worse run")]
 BisectName = Annotated[str, Parameter(name="NAME", help="prefix of the names of the new forks and evaluation runs")]
@@ -51,7 +51,7 @@ class BisectOptions:
         Parameter(
             converter=parse_whole_number,
             metavar="N",
-            help="number of ranges into which the training prompts that GOOD does not have are divided",
+            help="approximate number of ranges into which the training prompts that GOOD does not have are divided",
         ),
     ] = 8
     max_forks: Annotated[

@@ -46,7 +46,7 @@ def compare(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Compare runs: different settings, held-out accuracy with a paired test, and learning curves."""
+    """Compare runs: different settings and inputs, held-out accuracy with a paired test, and learning curves."""
     from rheostat.tasks.views.report.comparison import compare_runs, comparison_page, run_cells
 
     if opened and to is None:

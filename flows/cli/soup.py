@@ -45,7 +45,7 @@ MergekitFile = Annotated[
     Parameter(
         metavar="FILE",
         show_default="none",
-        help="write the merge as a YAML file for mergekit, in which the method can be changed",
+        help="write the weighted sum as a YAML file for mergekit, with comments on other methods",
     ),
 ]
 Unrelated = Annotated[bool, Parameter(help="allow policies of runs that started from different policies")]

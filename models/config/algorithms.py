@@ -231,7 +231,7 @@ class Grpo(GroupRelative):
 
 class DrGrpo(GroupRelative):
     """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). The result is the advantage of all tokens
-    of the completion. To follow the paper, also set `update.loss.aggregation.kind = "constant"`."""
+    of the completion. To follow the paper, also set `update.loss.aggregation` to kind "constant"."""
 
     relative = "rheostat.models.algorithms.group_relative:dr_grpo"
 

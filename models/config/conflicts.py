@@ -64,6 +64,11 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
                 f"{key}.reset_every cannot be combined with update.lora, because the reference is computed without "
                 "adapters. Remove one of them"
             )
+    if job.update.masks_low_entropy and job.update.loss.selection is not None:
+        yield (
+            f"update.top_entropy cannot be combined with update.loss.kind = {job.update.loss.label!r}, because it "
+            "would mask most of the tokens that this loss selects. Remove one of them"
+        )
     yield from _find_gpu_conflicts(job.pools)
     yield from _find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)

@@ -194,7 +194,8 @@ class ClipCov(PolicyLoss):
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """Distance of the upper bound from 1: probability ratios above 1 + clip_high are clipped."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Fraction of the tokens of a minibatch that have no gradient, but at least one token of each minibatch."""
+    """Fraction of the tokens of a minibatch that have no gradient, but at least one token. If fewer tokens have a
+    covariance between the two bounds, only these."""
     covariance_low: float = 1.0
     """Lower bound of the covariance of the sampled tokens."""
     covariance_high: float = 5.0

@@ -44,7 +44,7 @@ def covariances(logprobs_M: NDArray[np.float32], advantages_M: NDArray[np.float3
 def select_randomly(
     logprobs_M: NDArray[np.float32], advantages_M: NDArray[np.float32], *, config: ClipCov, rng: Random
 ) -> Mask:
-    """Select a fraction of all tokens at random, but at least one token, among the tokens whose covariance is between
+    """Select a fraction of all tokens at random, but at least one if possible, among those whose covariance is between
     `config.covariance_low` and `config.covariance_high` (Clip-Cov, arXiv 2505.22617)."""
     values_M = covariances(logprobs_M, advantages_M)
     candidates = np.flatnonzero((values_M > config.covariance_low) & (values_M < config.covariance_high)).tolist()

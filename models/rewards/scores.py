@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rheostat.infra.errors import BadInput
 from rheostat.infra.statistics import pass_at
 from rheostat.models.config.reward_terms import RewardTerm
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
@@ -116,13 +117,18 @@ def measure_solve_rates(tables: Iterable[pa.Table], reward: RewardTerm) -> dict[
     """Return the solve rate of each prompt row in score tables: the mean score of a reward term over the scored
     completions of the prompt, as a share of the range of scores, limited to 0 to 1.
 
-    If the range of scores is unknown, it is 0 to 1. Prompts without a scored completion are left out.
+    If the range of scores is unknown, it is 0 to 1. Prompts without a scored completion are left out. Raises BadInput
+    if the range is unknown and a mean score is outside of 0 to 1.
     """
     low, high = reward.score_range or (0.0, 1.0)
-    return {
-        row: min(1.0, max(0.0, (math.fsum(scores) / len(scores) - low) / ((high - low) or 1.0)))
-        for row, scores in sorted(_scores_by_prompt(tables, reward.term).items())
-    }
+    means = {row: math.fsum(each) / len(each) for row, each in sorted(_scores_by_prompt(tables, reward.term).items())}
+    outside = [mean for mean in means.values() if not low <= mean <= high]
+    if reward.score_range is None and outside:
+        raise BadInput(
+            f"rollout.curriculum needs scores from 0 to 1, but a prompt has the mean score {outside[0]:g} in reward "
+            f"{reward.term!r}. Scale the scores of this reward, or set rollout.curriculum.metric to another reward."
+        )
+    return {row: min(1.0, max(0.0, (mean - low) / ((high - low) or 1.0))) for row, mean in means.items()}
 
 
 def _scores_by_prompt(tables: Iterable[pa.Table], term: str) -> dict[int, list[float]]:

@@ -7,6 +7,7 @@ policy-generated tokens among the T.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -149,8 +150,7 @@ def choose_teachers(store: Store, work: EstimateWork, settings: Distillation | N
             f"{format_count(len(settings.specialists), 'specialist')} of algorithm.distillation, but it does not"
         )
     columns = read_shard(store, work.prompts, ["columns"])["columns"]
-    teachers = [settings.choose_teacher(json.loads(each.as_py())) for each in columns]
-    return lambda prompt_row: teachers[prompt_row]
+    return cache(lambda prompt_row: settings.choose_teacher(json.loads(columns[prompt_row].as_py())))
 
 
 def write_auxiliary_scores(

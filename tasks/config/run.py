@@ -345,7 +345,7 @@ def with_rule_rewards_only(config: RunConfig) -> RunConfig:
     if config.scoring.terms[0] in config.scoring.model_rewards or first.scores_parts:
         return config
     scoring = config.scoring.model_copy(update={"rewards": (first,)})
-    rollout = config.rollout.model_copy(update={"dynamic": None})
+    rollout = config.rollout.model_copy(update={"dynamic": None, "curriculum": None})
     # Controllers in other processes would read the run's original configuration.
     controllers = ControllersConfig(count=config.controllers.count, where="nested")
     return config.model_copy(update={"scoring": scoring, "rollout": rollout, "controllers": controllers})

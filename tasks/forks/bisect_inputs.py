@@ -99,8 +99,8 @@ def check_one_configuration(bad: Run, iteration: int) -> None:
     if changed:
         raise BadInput(
             f"run {bad.name!r} was trained with other settings or other code up to iteration {min(changed)}, because "
-            "it is a fork or was continued with changes, so its forks could not be compared with it. Compare it with "
-            "the run from which it was forked."
+            "it is a fork or was continued with changes, so its forks could not be compared with it. If it is a "
+            "fork, bisect the run from which it was forked. Otherwise train it again as a new run without changes."
         )
 
 
@@ -131,8 +131,8 @@ def apply_harmless(document: Mapping[str, object], overrides: Sequence[str], run
 
 def find_code(good: Run, bad: Run, *, good_folder: Path | None, bad_folder: Path | None) -> CodeFolders:
     """Find the folders with the user's code of two runs, and add them to the folders that are searched for modules.
-    `good_folder` and `bad_folder` are those that the user has given. Raises BadInput if a folder does not exist, or if
-    the modules in it have other content than the run recorded."""
+    `good_folder` and `bad_folder` are the values of --good-code and --bad-code, or None. Raises BadInput if a folder
+    does not exist, or if the modules in it have other content than the run recorded."""
     before, after = map(_newest_dependencies, (good, bad))
     bad_code = _find_folder(bad, bad_folder, "--bad-code")
     is_same = not find_code_changes(before, after) and before.code.keys() <= after.code.keys()

@@ -173,7 +173,7 @@ class BisectionPlan(Settings):
     untested: tuple[str, ...]
     """Differences that cannot be undone."""
     max_forks: int
-    """Maximum number of forks if the user sets no limit: ⌈log2 n⌉ + 2 for n candidates."""
+    """Maximum number of trained forks without a budget: ⌈log2 n⌉ + 2 for n > 1 candidates, otherwise n."""
     worker_seconds: float
     """Estimated time for which workers will be reserved for this number of forks, in seconds."""
     price: float

@@ -167,7 +167,9 @@ def _find_rows(
     for each in cut_rows(rows, num_ranges):
         places = [sources[row] for row in each] if sources else []
         label = format_sources(places) or f"training prompts in {format_rows(each)}, counted from 0"
-        change = f"not in {good}, or with another answer there{_format_dates(inputs.dependencies, places)}"
+        change = (
+            f"not in {good}, or with another answer or other columns there{_format_dates(inputs.dependencies, places)}"
+        )
         yield Candidate(label=label, change=change, rows=tuple(each))
 
 

@@ -55,7 +55,7 @@ Search = Generator[tuple[SearchState, tuple[int, ...]], Trial, SearchState]
 
 def search_candidates(candidates: Sequence[Candidate]) -> Search:
     """Search for the cause among candidates. Yields the state and the indices of the candidates to undo next, receives
-    the trial, and returns the final state. There are at most `max_trials` trials.
+    the trial, and returns the final state. At most `max_trials` of the forks are trained.
 
     First all candidates are undone. If that helps, they are halved. If undoing the first half restores at least half of
     what undoing both restored, the search continues there, and otherwise in the other half, which is only tested at the
@@ -90,7 +90,7 @@ def search_candidates(candidates: Sequence[Candidate]) -> Search:
         if trial.is_better and share >= 1 / 2:
             state, gain = SearchState(half, half), trial.gain
         else:
-            state, gain = SearchState(rest, state.confirmed), gain - trial.gain
+            state, gain = SearchState(rest, state.confirmed), max(0.0, gain - trial.gain)
     if state.confirmed != state.suspected:
         trial = yield state, state.suspected
         state = SearchState(state.suspected, state.suspected if trial.is_better else state.confirmed)

@@ -85,6 +85,7 @@ class Suite:
                 "prompts": 1,
                 "staleness": 0,
                 "dynamic": None,
+                "curriculum": None,
                 "partial": None,
                 "sampling": self.sampling,
                 "environment": self.environment or self.retrain.rollout.environment,

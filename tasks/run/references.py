@@ -2,12 +2,16 @@
 or the policy of the last reset. It depends only on stored results, so a resumed run uses the same one."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from pydantic import JsonValue
 
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
+
+ESTIMATORS: Final = ("k1", "k2", "k3")
+"""Values of `kind` with which recorded settings are those of a KL penalty."""
 
 
 def recorded_reset_every(run: Run, number: int) -> int | None:
@@ -19,12 +23,12 @@ def recorded_reset_every(run: Run, number: int) -> int | None:
 
 
 def _find_reset_every(settings: JsonValue) -> int | None:
-    """Return the first value of a key `reset_every` in recorded settings. All tables are searched, because an algorithm
-    of the user may have its KL penalty at any key."""
+    """Return the first value of a key `reset_every` of a KL penalty in recorded settings. All tables are searched,
+    because an algorithm of the user may have its KL penalty at any key."""
     if not isinstance(settings, Mapping):
         return None
     every = settings.get("reset_every")
-    if isinstance(every, int):
+    if settings.get("kind") in ESTIMATORS and isinstance(every, int):
         return every
     found = map(_find_reset_every, settings.values())
     return next((inner for inner in found if inner is not None), None)

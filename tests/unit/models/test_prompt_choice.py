@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat.infra.errors import BadInput
 from rheostat.models.config.reward_terms import RegexReward, TargetReward
 from rheostat.models.data.curriculum import Cursor, Part, PromptChoice, PromptOrder, give_back, take_rows
 from rheostat.models.rewards.scores import measure_solve_rates
@@ -174,10 +175,12 @@ def test_the_solve_rate_is_the_mean_of_the_scored_completions_of_a_prompt():
     assert measure_solve_rates(shards, reward) == {2: 1.0, 4: pytest.approx(1 / 3), 9: 0.375}
 
 
-def test_scores_outside_of_an_unknown_range_count_as_its_ends():
+@pytest.mark.parametrize("scores", [(3, 1), (-1, 0)])
+def test_a_mean_score_outside_of_an_unknown_range_is_refused(scores):
     reward = TargetReward(target="a:b", name="even")
-    shards = [build_scores((0, (3, 1)), (1, (-1, 0)), (2, (0.5, 1)))]
-    assert measure_solve_rates(shards, reward) == {0: 1.0, 1: 0.0, 2: 0.75}
+    assert measure_solve_rates([build_scores((2, (0.5, 1)))], reward) == {2: 0.75}
+    with pytest.raises(BadInput, match=r"needs scores from 0 to 1, but a prompt has the mean score .* 'even'"):
+        measure_solve_rates([build_scores((0, scores), (2, (0.5, 1)))], reward)
 
 
 def test_scores_of_another_range_are_a_share_of_the_range():

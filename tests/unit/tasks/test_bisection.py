@@ -7,6 +7,8 @@ import pytest
 from rheostat.models.gate.comparison import PairedDifference
 from rheostat.tasks.forks.causes import Candidate, cut_rows, find_unit, format_sources
 from rheostat.tasks.forks.search import BisectResult, Trial, format_numbers, max_trials, search_candidates
+from rheostat.tasks.promotion.suites import Suite
+from tests.support.configurations import accepted
 
 SETTING, ROWS = Candidate(label="update.epochs", change="2 instead of 1"), Candidate(label="rows", change="", rows=(1,))
 
@@ -78,9 +80,12 @@ def test_if_only_undoing_several_differences_together_helps_all_remaining_ones_a
 
 
 def test_if_all_differences_cannot_be_undone_together_the_halves_are_tested():
-    state, trials = search([ROWS] * 8, lambda undone: None if len(undone) == 8 else 0.8 * (6 in undone))
-    assert state.confirmed == (6,)
-    assert len(trials) <= max_trials(8)
+    for noise in (0.0, 0.01, -0.01):
+        state, trials = search(
+            [ROWS] * 8, lambda undone, noise=noise: None if len(undone) == 8 else noise + 0.8 * (6 in undone)
+        )
+        assert state.confirmed == (6,)
+        assert len(trials) <= max_trials(8)
     state, _ = search([ROWS] * 8, lambda undone: None if len(undone) == 8 else 0.0)
     assert state.confirmed == ()
 
@@ -162,3 +167,11 @@ def test_a_fork_that_was_not_trained_is_shown_with_the_reason():
     lines = shown.model_copy(update={"trials": (*shown.trials, failed)}).text().splitlines()
     assert lines[2].split() == ["why.fork-2", "1-2", "-", "-", "not", "trained"]
     assert lines[4] == "why.fork-2 was not trained: too few prompts remain."
+
+
+def test_a_curriculum_of_the_training_has_no_effect_on_the_evaluation_of_a_policy():
+    rewards = "scoring.rewards=[{kind = 'numeric'}, {kind = 'regex', pattern = 'x', weight = 0.1}]"
+    config = accepted("rollout.curriculum.metric=regex", rewards)
+    scoring = config.scoring.model_copy(update={"rewards": config.scoring.rewards[:1]})
+    suite = Suite("heldout", config.data, scoring, config.evaluation, config.rollout.sampling, config)
+    assert suite.config("good", config.policy).rollout.curriculum is None
