@@ -64,7 +64,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:
     """Compute the advantage of each completion token (T) with the configured algorithm, plus the distillation term if
-    distillation is on.
+    distillation is on and is not a term of the loss (`top_k`).
 
     Tokens of completions without a reward get NaN.
     """
@@ -72,7 +72,8 @@ def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages
     advantages_T = advantages.advantages_T
     metrics = {**advantages.metrics, **shaping_metrics(experience, algorithm, algorithm.reward_kl)}
     if algorithm.distillation is not None:
-        advantages_T = advantages_T + distillation(experience, algorithm.distillation)
+        if algorithm.distillation.top_k is None:
+            advantages_T = advantages_T + distillation(experience, algorithm.distillation)
         metrics |= distillation_metrics(experience)
     return Advantages(advantages_T, advantages.returns_T, metrics)
 

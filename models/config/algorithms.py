@@ -62,6 +62,7 @@ class Algorithm(Variant):
         "settings": "rheostat.models.inspection.training:check_algorithm",
         "problems": "rheostat.models.inspection.training:check_specialists",
         "policy": "rheostat.models.inspection.training:check_critic",
+        "models": "rheostat.models.inspection.training:check_top_tokens",
     }
     informative: ClassVar[str] = "rheostat.models.algorithms.ragged:rewards_differ"
     """Import path `pkg.mod:function` of an `InformativeFunction`, which selects the groups worth training on

@@ -69,6 +69,12 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
             f"update.top_entropy cannot be combined with update.loss.kind = {job.update.loss.label!r}, because it "
             "would mask most of the tokens that this loss selects. Remove one of them"
         )
+    distillation = job.algorithm.distillation
+    if distillation is not None and distillation.top_k is not None and job.update.entropy is not None:
+        yield (
+            "update.entropy cannot be combined with algorithm.distillation.top_k, because a forward pass computes "
+            "either entropies or the log-probs of the teacher's most probable tokens. Remove one of them"
+        )
     yield from _find_gpu_conflicts(job.pools)
     yield from _find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)

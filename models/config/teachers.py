@@ -6,11 +6,14 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, JsonValue
 
-from rheostat.infra.config import Settings, Since
+from rheostat.infra.config import Positive, Settings, Since
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import Variant
 from rheostat.models.config.endpoints import Endpoint
 from rheostat.models.config.job import Job
+
+Direction = Literal["reverse", "forward"]
+"""Direction of a KL divergence: KL(policy ‖ teacher) or KL(teacher ‖ policy)."""
 
 TEACHER_KEY: Final = "algorithm.distillation.teacher"
 """Configuration key of the teacher for all problems that no specialist selects."""
@@ -103,9 +106,22 @@ class Specialist(Settings):
         return self.column in columns and encode_value(columns[self.column]) in self.values
 
 
+class TopK(Settings):
+    """KL divergence between policy and teacher as a term of the loss, over the teacher's most probable tokens at each
+    position and the probability of all other tokens together."""
+
+    tokens: Positive = 64
+    """Number k of most probable tokens. For each completion token, the run stores k token IDs and k log-probs, which
+    take 8 k bytes in the estimates and as much in the samples."""
+    direction: Direction = "reverse"
+    """Direction of the divergence: "reverse" is KL(policy ‖ teacher), with which the policy concentrates on tokens that
+    the teacher finds probable, and "forward" is KL(teacher ‖ policy), with which the policy covers them all."""
+
+
 class Distillation(Settings):
     """On-policy distillation: adds coefficient x (log π_teacher - log π_student) to the advantage of each token, where
-    the student is the policy."""
+    the student is the policy. With `top_k`, it adds coefficient x the KL divergence to the loss of each token
+    instead."""
 
     teacher: TeacherConfig
     """Teacher model that computes the log-probs of the tokens in the policy's completions, except completions of
@@ -114,7 +130,10 @@ class Distillation(Settings):
     """Further teachers, each for some of the problems. The first specialist that selects a problem is the only teacher
     of its completions. Each update rank has at most one teacher of kind "directory" in memory at a time."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the log-prob difference in the advantage of a token."""
+    """Factor of the log-prob difference in the advantage of a token, or of the divergence in the loss of a token."""
+    top_k: Annotated[TopK | None, Since("0.2.0", before=None)] = None
+    """Divergence over the teacher's most probable tokens. If not set, only the log-prob of the sampled token is used,
+    and it is part of the advantage."""
 
     @property
     def teachers(self) -> dict[str, TeacherConfig]:
@@ -129,5 +148,11 @@ class Distillation(Settings):
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which a teacher cannot be combined."""
-        for teacher in self.teachers.values():
+        for key, teacher in self.teachers.items():
             yield from teacher.find_conflicts(job)
+            if self.top_k is not None and teacher.local_model is None:
+                yield (
+                    f"{key}.kind is {teacher.label!r}, but algorithm.distillation.top_k needs the teacher's most "
+                    "probable tokens, which the run requests from no endpoint. Use a teacher of kind 'directory', or "
+                    "remove algorithm.distillation.top_k"
+                )

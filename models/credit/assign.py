@@ -50,7 +50,7 @@ from rheostat.models.records.model_input import (
     read_segments,
     sample_columns,
 )
-from rheostat.models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
+from rheostat.models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, TOP_IDS, TOP_LOGPROBS, FinishReason
 from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
 
@@ -62,6 +62,7 @@ def build_sample_table(
     kept_N: Mask,
     emptied_N: Mask,
     policy_version: int,
+    top: pa.Table | None = None,
 ) -> pa.Table:
     """Build the table of training samples, ordered by (prompt_row, sample).
 
@@ -70,23 +71,37 @@ def build_sample_table(
     turns. Each branch of an agent's episode becomes one sample. For a completion in the mask `emptied_N`, the sample
     contains the prompt without completion tokens. Such a sample counts towards the size of a minibatch, but not in the
     loss, the KL penalty or their denominators.
+
+    `top` contains the columns `TOP_IDS` and `TOP_LOGPROBS` of the completions, or None if there are none.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
         rollouts = rollouts.append_column(name, _floats_column(values, lengths_N))
     rollouts = rollouts.append_column("staleness", lists(staleness(rollouts, lengths_N, policy_version), lengths_N))
     rollouts, row_K = split_at_prompts(rollouts)
+    top_columns = {} if top is None else _split_top(rollouts, top)
+    for name, column in top_columns.items():
+        rollouts = rollouts.append_column(name, column)
     kept_N, emptied_N = kept_N[row_K], emptied_N[row_K]
     order_K = np.lexsort((integers(rollouts["sample"]), integers(rollouts["prompt_row"])))
     order_K = order_K[kept_N[order_K]]
     rows = rollouts.drop_columns(["segments", "finish_reason", "turns"]).take(pa.array(order_K)).combine_chunks()
     columns = {name: rows[name] for name in rows.column_names}
     if emptied_N[order_K].any():
-        columns |= {name: empty_rows(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
+        columns |= {name: empty_rows(rows[name], emptied_N[order_K]) for name in (*PER_TOKEN, *top_columns)}
     columns |= sample_columns(rows, emptied_K=emptied_N[order_K])
-    optional = [pa.field(EXPERTS, columns[EXPERTS].type)] if EXPERTS in columns else []
+    optional = [pa.field(name, columns[name].type) for name in (EXPERTS, *top_columns) if name in columns]
     schema = pa.schema([*SAMPLE_SCHEMA, *optional])
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
+
+
+def _split_top(rollouts: pa.Table, top: pa.Table) -> dict[str, pa.ListArray]:
+    """Return the columns of the teacher's most probable tokens, divided among the rows of `rollouts`. These are the
+    completions of `top`, in the same order, possibly split into several rows each."""
+    counts_K = GeneratedTokens.of(rollouts).counts_N
+    values = {name: flat(top[name]) for name in (TOP_IDS, TOP_LOGPROBS)}
+    width = len(values[TOP_IDS]) // max(1, int(counts_K.sum()))
+    return {name: lists(each, counts_K * width) for name, each in values.items()}
 
 
 def staleness(
@@ -245,6 +260,12 @@ class CreditRule:
     kl_coefficient: float = 0.0
     """Coefficient of the KL penalty in the reward, in the current iteration."""
 
+    @property
+    def uses_top_tokens(self) -> bool:
+        """Whether samples contain the teacher's most probable tokens."""
+        distillation = self.algorithm.distillation
+        return distillation is not None and distillation.top_k is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Credit:
@@ -307,6 +328,7 @@ def credit_completions(
         kept_N=chosen.kept_N,
         emptied_N=chosen.filling_N | chosen.masked_N,
         policy_version=rule.policy_version,
+        top=pa.concat_tables(auxiliary_scores) if rule.uses_top_tokens else None,
     )
     metrics = {
         "samples": float(samples.num_rows),

@@ -100,6 +100,16 @@ def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResul
     return CheckResult(facts={name: max(size, facts.numbers.get(name, 0.0)) for name, size in numbers.items()})
 
 
+def check_top_tokens(algorithm: Algorithm, facts: InputFacts, where: str) -> None:
+    """Raise BadInput if the loss needs more of the teacher's most probable tokens than the vocabulary has."""
+    top_k = None if algorithm.distillation is None else algorithm.distillation.top_k
+    if top_k is not None and top_k.tokens > len(facts.tokenizer):
+        raise BadInput(
+            f"algorithm.distillation.top_k.tokens is {top_k.tokens}, but the policy's tokenizer has "
+            f"{len(facts.tokenizer)} tokens. Lower it."
+        )
+
+
 def check_specialists(algorithm: Algorithm, facts: InputFacts, where: str) -> None:
     """Raise BadInput if a specialist teacher selects no training problem."""
     distillation = algorithm.distillation

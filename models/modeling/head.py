@@ -26,6 +26,17 @@ LossGradient = Callable[[Tensor, Tensor], Tensor]
 Its arguments are these log-probs and the tokens' indices in the micro-batch, both of the same length."""
 
 
+class TopTokens(NamedTuple):
+    """Choice of the most probable tokens at each position, which a teacher returns in addition to the log-prob of the
+    target token."""
+
+    tokens: int
+    """Number of tokens (k) per position."""
+    vocab_size: int
+    """Number of token IDs from which they are chosen, which is the size of the policy's vocabulary. The teacher may
+    have more."""
+
+
 class HeadSettings(NamedTuple):
     """Settings for computing log-probs from the output of a language-model head: logit scale, temperature, banned
     tokens and chunk size."""
@@ -46,6 +57,26 @@ class HeadSettings(NamedTuple):
         """Return the log-probs of the target tokens, given logits of shape (tokens, vocabulary). The temperature is
         applied."""
         return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
+
+    def candidate_logprobs(self, logits_CV: Tensor, candidates_CS: Tensor) -> Tensor:
+        """Return the log-probs of the candidate tokens at each position, of the shape of `candidates_CS`. The
+        temperature is applied."""
+        return (logits_CV / self.temperature).log_softmax(-1).gather(-1, candidates_CS)
+
+    def top_logprobs(self, logits_CV: Tensor, targets_C: Tensor, top: TopTokens) -> Tensor:
+        """Return for each position the log-prob of the target token, the log-probs of the most probable tokens, and the
+        IDs of these tokens as floats (1 + 2k numbers)."""
+        scaled_CV = logits_CV / self.temperature
+        best = scaled_CV[:, : top.vocab_size].topk(top.tokens, dim=-1)
+        logprobs_CK = best.values - scaled_CV.logsumexp(-1, keepdim=True)
+        return torch.cat([self.logprobs(logits_CV, targets_C)[:, None], logprobs_CK, best.indices.float()], dim=-1)
+
+    def compute_candidate_gradients(self, logits_CV: Tensor, candidates_CS: Tensor, gradients_CS: Tensor) -> Tensor:
+        """Return the gradient of the loss with respect to the head's output, of shape (tokens, vocabulary).
+        `gradients_CS` is the gradient of the loss with respect to the log-probs of the candidate tokens."""
+        gradients_CV = (logits_CV / self.temperature).softmax(-1)
+        gradients_CV.mul_(-gradients_CS.sum(-1, keepdim=True)).scatter_add_(-1, candidates_CS, gradients_CS)
+        return self._differentiate_shape(gradients_CV.div_(self.temperature), logits_CV)
 
     def compute_logit_gradients(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
         """Return the gradient of the loss with respect to the head's output, of shape (tokens, vocabulary).
@@ -116,12 +147,22 @@ class LogprobHead(nn.Module):
         loss_gradient: LossGradient | None = None,
         *,
         with_entropy: bool = False,
+        candidates_NK: Tensor | None = None,
+        top: TopTokens | None = None,
     ) -> Tensor:
+        """Return the log-prob of each target token (N). With `with_entropy`, return log-probs and entropies (N x 2).
+        With `candidates_NK`, return the log-probs of the target and of these K tokens (N x (1 + K)). With `top`, return
+        the rows of `HeadSettings.top_logprobs`, without gradients."""
         elements = self.chunk_elements or elements_on(states_NH.device)
         settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
         if with_entropy:  # needs twice as many tensors of a chunk's size
             settings = settings._replace(rows=max(1, settings.rows // 2))
             return _apply(_ChunkedEntropies, states_NH, self.weight, self.bias, targets_N, settings)
+        if top is not None:
+            return self._find_top(states_NH, targets_N, settings, top)
+        if candidates_NK is not None:
+            candidates_NS = torch.cat([targets_N[:, None], candidates_NK], dim=-1)
+            return _apply(_CandidateLogprobs, states_NH, self.weight, self.bias, candidates_NS, settings)
         if len(states_NH) <= settings.rows:
             logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
             if self.settings.temperature != 1:
@@ -135,6 +176,16 @@ class LogprobHead(nn.Module):
         if loss_gradient is not None:
             return _apply(_FusedLogprobs, states_NH, self.weight, self.bias, targets_N, settings, loss_gradient)
         return _apply(_ChunkedLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
+
+    @torch.no_grad()
+    def _find_top(self, states_NH: Tensor, targets_N: Tensor, settings: HeadSettings, top: TopTokens) -> Tensor:
+        parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
+        return torch.cat(
+            [
+                settings.top_logprobs(settings.logits(F.linear(states, self.weight, self.bias)), targets, top)
+                for states, targets in parts
+            ]
+        )
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
@@ -175,8 +226,8 @@ class _Gradients:
 
 
 class _ChunkedContext(FunctionCtx):
-    """Autograd context of `_ChunkedLogprobs` and `_ChunkedEntropies`: the tensors and settings that their forward
-    passes keep for the backward pass."""
+    """Autograd context of `_ChunkedLogprobs`, `_ChunkedEntropies` and `_CandidateLogprobs`: the tensors and settings
+    that their forward passes keep for the backward pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
     settings: HeadSettings
@@ -249,6 +300,41 @@ class _ChunkedEntropies(torch.autograd.Function):
             by_output_C2 = gradients[0][part]
             total_CV = settings.compute_logit_gradients(logits, targets_N[part], by_output_C2[:, :1])
             gradient_sums.add(part, total_CV.add_(settings.compute_entropy_gradients(logits, by_output_C2[:, 1:])))
+        return *gradient_sums.found(), None, None
+
+
+class _CandidateLogprobs(torch.autograd.Function):
+    """Autograd function like `_ChunkedLogprobs` that computes the log-probs of several candidate tokens at each
+    position."""
+
+    @staticmethod
+    def forward(
+        ctx: _ChunkedContext,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        candidates_NS: Tensor,
+        settings: HeadSettings,
+    ) -> Tensor:
+        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), candidates_NS)  # None is allowed
+        ctx.settings = settings
+        parts = zip(torch.split(states_NH, settings.rows), torch.split(candidates_NS, settings.rows), strict=True)
+        chunks = [
+            settings.candidate_logprobs(settings.logits(F.linear(states, weight_VH, bias_V)), candidates)
+            for states, candidates in parts
+        ]
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx: _ChunkedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states_NH, weight_VH, bias_V, candidates_NS = ctx.saved_tensors
+        gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            gradient_sums.add(
+                part, settings.compute_candidate_gradients(logits, candidates_NS[part], gradients[0][part])
+            )
         return *gradient_sums.found(), None, None
 
 

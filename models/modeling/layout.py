@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rheostat.models.modeling.batching import pack
+from rheostat.models.records.columns import Number
 from rheostat.models.records.model_input import ModelInput
 
 Indexes = NDArray[np.int64]
@@ -42,6 +43,11 @@ class TrainingSample:
     """Critic's value of the state before each completion token, or None without a critic."""
     returns: NDArray[np.float32] | None = None
     """Training target of the critic for the state before each completion token, or None without a critic."""
+    top_ids: NDArray[np.int32] | None = None
+    """IDs of the teacher's k most probable tokens at each completion token (tokens x k), or None if they were not
+    stored."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """Log-probs of these tokens under the teacher (tokens x k), or None if they were not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,11 @@ class TrainingBatch:
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
     """Weight of each completion token in the loss of the whole minibatch (all micro-batches of one optimizer step)."""
+    top_ids_NK: NDArray[np.int32]
+    """IDs of the teacher's k most probable tokens at each completion token. K is 0 if they were not stored, or if the
+    micro-batch is empty."""
+    top_logprobs_NK: NDArray[np.float32]
+    """Log-probs of these tokens under the teacher."""
     selected_N: NDArray[np.bool_] | None = None
     """Mask of the completion tokens that the loss has selected in the whole minibatch, or None if it selects none."""
 
@@ -212,7 +223,15 @@ def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float])
         values_N=_join_if_complete([sample.values for sample in samples]),
         returns_N=_join_if_complete([sample.returns for sample in samples]),
         weights_N=np.repeat(np.asarray(weights, np.float32), [len(sample.logprobs) for sample in samples]),
+        top_ids_NK=_stack([sample.top_ids for sample in samples], np.int32),
+        top_logprobs_NK=_stack([sample.top_logprobs for sample in samples], np.float32),
     )
+
+
+def _stack(parts: Sequence[NDArray[Number] | None], dtype: type[Number]) -> NDArray[Number]:
+    """Concatenate arrays of shape (tokens, k). Without arrays, the result has shape (0, 0)."""
+    arrays = [part for part in parts if part is not None]
+    return np.concatenate(arrays) if arrays else np.zeros((0, 0), dtype)
 
 
 def _join(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ from rheostat.models.config.attention import Attention
 from rheostat.models.engines.requests import suppressed_tokens
 from rheostat.models.modeling.checkpointing import checkpoint_layers
 from rheostat.models.modeling.experts import ExpertRouting, record_router_outputs
-from rheostat.models.modeling.head import LogprobHead, LossGradient
+from rheostat.models.modeling.head import LogprobHead, LossGradient, TopTokens
 from rheostat.models.modeling.layout import MicroBatch, lay_out
 from rheostat.models.modeling.policy import policy_shape
 from rheostat.models.modeling.replayed_experts import ExpertReplay
@@ -64,6 +64,9 @@ class ForwardInput(NamedTuple):
     it, the head computes gradients in the forward pass while the logits exist."""
     with_entropy: bool = False
     """Whether the entropy over the vocabulary is also computed for each completion token."""
+    candidates_NK: Tensor | None = None
+    """IDs of further tokens (candidates) whose log-probs are computed at each position, or None. If set, the output has
+    one column for the completion tokens and one for each of the K tokens."""
 
     @classmethod
     def from_microbatch(
@@ -94,6 +97,10 @@ class ForwardInput(NamedTuple):
         own_M = None if own is None else torch.from_numpy(own).to(device)
         inputs = cls(tokens_BT, positions_N, targets_N, shared, images)
         return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
+
+    def with_candidates(self, candidates_NK: Tensor) -> Self:
+        """Return this input with the IDs of further tokens, given those of all completion tokens of the micro-batch."""
+        return self._replace(candidates_NK=candidates_NK if self.own_M is None else candidates_NK[self.own_M])
 
     def own_loss_gradient(self) -> LossGradient | None:
         """Return `loss_gradient` for the completion tokens that this rank predicts: token indices start at 0 for the
@@ -132,6 +139,8 @@ class TokenModule(nn.Module):
     sequence_parallel_group: SequenceParallelGroup | None = None
     """Ranks that share the tokens of a row with this rank (sequence parallelism), or None if sequence parallelism is
     off."""
+    vocab_size: int = 0
+    """Number of token IDs of a language model's head, or 0 for models without such a head."""
 
     def enable_sequence_parallelism(self, group: SequenceParallelGroup | None) -> None:
         """Turn on sequence parallelism, with which the ranks of `group` share the tokens of a row, or leave it off if
@@ -254,25 +263,35 @@ class TokenLogprobs(TokenModule):
         replays_experts: bool = False,
         chunk_elements: int | None = None,
         attention: Attention | None = None,
+        top: TopTokens | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.vision = vision
         banned = (*(() if vision is None else vision.banned), *_suppressed_tokens(model))
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
+        self.vocab_size = self.head.vocab_size
+        self.top = top
         self.shares_prompts = set_attention(model, attention)
         self.routing = record_router_outputs(model)
         self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, inputs: ForwardInput) -> Tensor:
-        """Return the log-prob of each completion token in float32, of shape (N,). With `inputs.with_entropy`, return
-        log-probs and entropies, of shape (N, 2)."""
+        """Return the log-prob of each completion token in float32, of shape (N,). With `with_entropy` or
+        `candidates_NK` of the input, or with `top`, there are further columns (`LogprobHead.forward`)."""
         if self.routing is not None:
             self.routing.reset(inputs.positions_N)
         if self.replay is not None:
             self.replay.set_choices(inputs.chosen_LF)
-        known, states_NH = inputs.own_loss_gradient(), self.states(inputs)
-        return inputs.gather_outputs(self.head(states_NH, inputs.targets_N, known, with_entropy=inputs.with_entropy))
+        outputs = self.head(
+            self.states(inputs),
+            inputs.targets_N,
+            inputs.own_loss_gradient(),
+            with_entropy=inputs.with_entropy,
+            candidates_NK=inputs.candidates_NK,
+            top=self.top,
+        )
+        return inputs.gather_outputs(outputs)
 
 
 def _suppressed_tokens(model: PreTrainedModel) -> tuple[int, ...]:

@@ -124,7 +124,8 @@ def update_loss(
     entropies_N: Tensor | None = None,
 ) -> Tensor:
     """Return the contribution of one micro-batch to the loss of its minibatch, including importance correction, KL
-    penalty and entropy bonus. `entropies_N` are the entropies over the vocabulary, which only the bonus needs.
+    penalty, entropy bonus and divergence from a teacher. `entropies_N` are the entropies over the vocabulary, which
+    only the bonus needs.
 
     Metrics are added to `tally`. They cover only tokens with a weight in the loss, except `not_finite`, which covers
     all tokens.
@@ -148,6 +149,9 @@ def update_loss(
         assert entropies_N is not None, "an entropy bonus needs the entropies"
         loss_N = loss_N - config.entropy.coefficient * entropies_N
         tally.add(_zero_untrained(trained_N, {"full_entropy": entropies_N}))
+    if tokens.teacher_N is not None:
+        loss_N = loss_N + tokens.teacher_coefficient * tokens.teacher_N
+        tally.add(_zero_untrained(trained_N, {"teacher_divergence": tokens.teacher_N}))
     shares_N = loss_N * tokens.weights_N
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
     for read_N in (logprobs_N, old_N, tokens.behavior_N, tokens.reference_N):  # a clamped ratio would hide infinities

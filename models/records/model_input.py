@@ -27,7 +27,7 @@ from rheostat.models.records.columns import (
     lists,
     row_arrays,
 )
-from rheostat.models.records.schemas import EXPERTS, experts_type
+from rheostat.models.records.schemas import EXPERTS, TOP_IDS, TOP_LOGPROBS, experts_type
 
 COMPLETION_TOKENS: Final = "completion_tokens"
 ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")
@@ -272,10 +272,10 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     return _build_inputs(prompts, completions, image_digests(samples), is_trained_T=trained_tokens_mask(samples))
 
 
-def select_with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Return a table that contains only these columns and, if there is one, the column with recorded experts of a
-    mixture-of-experts model."""
-    return table.select([*columns, *({EXPERTS} & {*table.column_names})])
+def select_with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Return a table that contains only these columns and, if there are any, the columns with recorded experts of a
+    mixture-of-experts model and with a teacher's most probable tokens."""
+    return table.select([*columns, *(name for name in (EXPERTS, TOP_IDS, TOP_LOGPROBS) if name in table.column_names)])
 
 
 def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:

@@ -125,6 +125,14 @@ def experts_type(numbers: pa.DataType, width: int) -> pa.DataType:
     return pa.large_list(pa.list_(numbers, width))
 
 
+TOP_IDS: Final = "teacher_top_ids"
+"""Name of an additional column of estimates and samples if the loss contains a divergence over the teacher's most
+probable tokens. For each token that the policy generated, the list contains the IDs of k tokens, in descending order of
+probability."""
+
+TOP_LOGPROBS: Final = "teacher_top_logprobs"
+"""Name of the column with the log-probs of the tokens in `TOP_IDS` under the teacher, in the same order."""
+
 SAMPLE_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),

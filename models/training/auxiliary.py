@@ -27,15 +27,15 @@ from rheostat.models.config.teachers import Distillation, TeacherEndpoint
 from rheostat.models.endpoints.prompt_logprobs import TokenScorer
 from rheostat.models.modeling.batching import Rows, Sequences, plan_step
 from rheostat.models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
-from rheostat.models.records.columns import Mask, concatenate_tables, lists, select_rows
+from rheostat.models.records.columns import Integers, Mask, concatenate_tables, lists, select_rows
 from rheostat.models.records.model_input import (
     ROLLOUT_INPUT,
     completion_lengths,
     generated_tokens_mask,
     rollout_inputs,
-    select_with_experts,
+    select_with_optional,
 )
-from rheostat.models.records.schemas import ESTIMATE_SCHEMA
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA, TOP_IDS, TOP_LOGPROBS
 from rheostat.models.records.turn_prompts import split_at_prompts
 from rheostat.models.records.work import EstimateWork
 from rheostat.models.text.tokenizer import build_token_decoder, load_tokenizer
@@ -58,6 +58,8 @@ class AuxiliaryModels:
     column. It returns the same columns for every teacher."""
     choose_teacher: Callable[[int], int]
     """Function that returns the index of the teacher for the prompt with this row number."""
+    top_k: int = 0
+    """Number of most probable tokens that teachers return in addition to the log-prob of each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class TokenScores:
 
 def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryForward:
     """Return a function that runs a loaded auxiliary model over micro-batches and returns one array per micro-batch,
-    with one value per policy-generated token. `on_progress` is called after every forward pass."""
+    with one value per policy-generated token, or several if the model returns its most probable tokens. `on_progress`
+    is called after every forward pass."""
 
     @torch.no_grad()
     def ask(microbatches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
@@ -171,7 +174,7 @@ def write_auxiliary_scores(
     is the number of tokens that a text-to-image policy reads per denoising step, and None for other policies.
     """
     tables = [
-        select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
+        select_rows(select_with_optional(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
         for shard in work.shards
     ]
     table = concatenate_tables(tables).combine_chunks()
@@ -194,16 +197,25 @@ def write_auxiliary_scores(
         plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
         microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
         for name, forward in forwards.items():
-            values = np.concatenate([np.zeros(0, np.float32), *forward(microbatches)])
+            values = np.concatenate([np.zeros(0, np.float32), *(each.ravel() for each in forward(microbatches))])
             gathered = gather_bytes(values.tobytes() if ranks.reports_metrics else b"", ranks)
             outputs.setdefault(name, []).extend(np.frombuffer(data, np.float32) for data in gathered)
         order += [row for parts in plan.microbatches for part in parts for row in part]
     encoded = b""
     if ranks.rank == 0:
         counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
-        columns = {
-            name: lists(_spread_over_tokens(_restore_order(values, order, counts), is_trained_T), completions)
-            for name, values in outputs.items()
+        width = 1 + 2 * models.top_k
+        ordered = {
+            name: _restore_order(parts, order, counts * (width if name == "teacher" else 1))
+            for name, parts in outputs.items()
+        }
+        top_columns = dict[str, pa.ListArray]()
+        if models.top_k:
+            values_WM = ordered["teacher"].reshape(-1, width)
+            ordered["teacher"] = np.ascontiguousarray(values_WM[:, 0])
+            top_columns = _split_top_columns(values_WM[:, 1:], is_trained_T, completions)
+        columns = top_columns | {
+            name: lists(_spread_over_tokens(values_W, is_trained_T), completions) for name, values_W in ordered.items()
         }
         encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
@@ -233,6 +245,17 @@ def _restore_order(
     return values
 
 
+def _split_top_columns(
+    values_WM: NDArray[np.float32], is_trained_T: Mask, completions: Integers
+) -> dict[str, pa.ListArray]:
+    """Return the columns of the teacher's k most probable tokens. The rows of `values_WM` contain the k log-probs, then
+    the k token IDs as floats, which are exact below 2**24. `completions` is the number of tokens of each completion."""
+    logprobs_WK, ids_WK = np.split(values_WM, 2, axis=1)
+    rows_T = np.repeat(np.arange(len(completions)), completions)
+    lengths = np.bincount(rows_T[is_trained_T], minlength=len(completions)) * logprobs_WK.shape[1]
+    return {TOP_IDS: lists(ids_WK.astype(np.int32).ravel(), lengths), TOP_LOGPROBS: lists(logprobs_WK.ravel(), lengths)}
+
+
 def _spread_over_tokens(values_W: NDArray[np.float32], is_trained_T: Mask) -> NDArray[np.float32]:
     """Expand values of policy-generated tokens to all completion tokens, with 0 for tokens that no policy generated."""
     values_T = np.zeros(len(is_trained_T), np.float32)
@@ -253,7 +276,9 @@ def _write_shards(
             for name in ESTIMATE_SCHEMA.names
             if name not in names | estimates
         }
-        batch_table = pa.table(names | estimates | absent).select(ESTIMATE_SCHEMA.names).cast(ESTIMATE_SCHEMA)
+        optional = [pa.field(name, columns[name].type) for name in (TOP_IDS, TOP_LOGPROBS) if name in columns]
+        schema = pa.schema([*ESTIMATE_SCHEMA, *optional])
+        batch_table = pa.table(names | estimates | absent).select(schema.names).cast(schema)
         metadata = {"iteration": str(work.iteration), "rollouts": shard.rollouts.digest}
         refs.append(write_shard(store, batch_table, kind="estimates", metadata=metadata))
         begin += table.num_rows

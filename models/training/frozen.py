@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.modeling.head import TopTokens
 from rheostat.models.modeling.layout import MicroBatch
 from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs, TokenModule
 from rheostat.models.modeling.parameter_storage import DTYPES, cast_parameters
@@ -73,17 +74,18 @@ def load_frozen_policy(
     *,
     temperature: float,
     images: ImageSource | None = None,
+    top: TopTokens | None = None,
     ranks: Ranks,
 ) -> FrozenModel:
     """Load a language model that this run trained or imported, in the dtype and layout of `update`. Collective under
     ZeRO-3: every rank must call this.
 
     The model computes exactly like a policy under training: with equal weights, the same micro-batch gives equal
-    log-probs.
+    log-probs. With `top`, it also returns the most probable tokens at each completion token.
     """
     model = load_policy(directory, storage=choose_storage(update, ranks=ranks))
     # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
     vision = load_vision(directory, source=images, is_frozen=not update.shards_weights)
     with float32_trials():
-        module = TokenLogprobs(model, temperature=temperature, vision=vision, attention=update.attention)
+        module = TokenLogprobs(model, temperature=temperature, vision=vision, attention=update.attention, top=top)
     return FrozenModel(module, update, ranks=ranks)

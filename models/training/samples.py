@@ -19,13 +19,14 @@ from rheostat.models.modeling.batching import Sequences
 from rheostat.models.modeling.layout import TrainingSample
 from rheostat.models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays
 from rheostat.models.records.model_input import (
+    ModelInput,
     attach_experts,
     sample_inputs,
     sample_lengths,
-    select_with_experts,
+    select_with_optional,
     trained_tokens_mask,
 )
-from rheostat.models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
+from rheostat.models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA, TOP_IDS, TOP_LOGPROBS
 from rheostat.models.vision.families import ImageTokens
 
 
@@ -68,7 +69,7 @@ class TrainingSamples:
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     """Open shards of training samples and verify their contents. Raises Damaged if the columns of a row differ in
     length, if a prompt is empty, or if only some rows have values of a critic."""
-    tables = [select_with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
+    tables = [select_with_optional(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
     table = concatenate_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths, prompts = sample_lengths(table)
     completions = lengths - prompts
@@ -126,6 +127,7 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     staleness = row_arrays(selected["staleness"], np.int16)
     logprobs, advantages = (row_arrays(selected[name], np.float32) for name in ("logprobs", "advantages"))
     values, returns = (_read_optional_rows(selected, name) for name in ("values", "returns"))
+    top_ids, top_logprobs = _read_top_rows(samples.table, rows, inputs)
     return {
         row: TrainingSample(
             input=inputs[index],
@@ -134,9 +136,36 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
             staleness=staleness[index],
             values=values[index],
             returns=returns[index],
+            top_ids=top_ids[index],
+            top_logprobs=top_logprobs[index],
         )
         for index, row in enumerate(rows)
     }
+
+
+def _read_top_rows(
+    table: pa.Table, rows: Sequence[int], inputs: Sequence[ModelInput]
+) -> tuple[Sequence[NDArray[np.int32] | None], Sequence[NDArray[np.float32] | None]]:
+    """Return the IDs and log-probs of the teacher's k most probable tokens for each row (tokens x k), or None for each
+    row if they were not stored. Raises Damaged if a row does not have the same number for each trained token."""
+    if TOP_IDS not in table.column_names:
+        return [None] * len(rows), [None] * len(rows)
+    selected = table.select([TOP_IDS, TOP_LOGPROBS]).take(pa.array(rows, pa.int64())).combine_chunks()
+    ids, logprobs = row_arrays(selected[TOP_IDS], np.int32), row_arrays(selected[TOP_LOGPROBS], np.float32)
+    counts = [len(each.trained_positions) for each in inputs]
+    total = sum(counts)
+    width = sum(map(len, ids)) // total if total else 0
+    expected = [count * width for count in counts]
+    if [*map(len, ids)] != expected or [*map(len, logprobs)] != expected:
+        raise Damaged(
+            "the sample shards must have the same number of the teacher's most probable tokens for each trained token, "
+            "but they do not. Restore the shard from a copy of the run"
+        )
+    shapes = [(count, width) for count in counts]
+    return (
+        [each.reshape(shape) for each, shape in zip(ids, shapes, strict=True)],
+        [each.reshape(shape) for each, shape in zip(logprobs, shapes, strict=True)],
+    )
 
 
 def _keep_trained_tokens(table: pa.Table) -> pa.Table:

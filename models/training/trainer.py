@@ -96,13 +96,21 @@ class Trainer:
         self._optimizer = optimizer
 
     def forward(
-        self, batch: MicroBatch, *, loss_gradient: LossGradient | None = None, with_entropy: bool = False
+        self,
+        batch: MicroBatch,
+        *,
+        loss_gradient: LossGradient | None = None,
+        with_entropy: bool = False,
+        candidates_NK: Tensor | None = None,
     ) -> Tensor:
         """Compute one value per completion token of a micro-batch, such as a log-prob. If the gradient of the loss that
         the next `backward` receives is a known function of each token's log-prob, pass this function as
-        `loss_gradient`. With `with_entropy`, a language policy returns log-probs and entropies, of shape (N, 2).
-        Collective: every rank must call this the same number of times."""
+        `loss_gradient`. With `with_entropy`, a language policy returns log-probs and entropies, of shape (N, 2). With
+        `candidates_NK`, the IDs of K further tokens at each completion token, it returns 1 + K log-probs per completion
+        token. Collective: every rank must call this the same number of times."""
         inputs = self._module.prepare_inputs(batch, self._ranks.device)
+        if candidates_NK is not None:
+            inputs = inputs.with_candidates(candidates_NK)
         # The input of a denoiser has no language-model head.
         if loss_gradient is not None and isinstance(inputs, ForwardInput):
             inputs = inputs._replace(loss_gradient=self._scale_loss_gradient(loss_gradient))
@@ -165,6 +173,11 @@ class Trainer:
     def denoising_steps(self) -> range:
         """Denoising steps that may be trained. The range is empty for policies that generate text."""
         return self._module.denoising_steps
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token IDs of the model's head, or 0 for models without a language-model head."""
+        return self._module.vocab_size
 
     @property
     def routing(self) -> ExpertRouting | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.teachers import Distillation
 from rheostat.models.modeling.head import LossGradient
 from rheostat.models.modeling.layout import TrainingBatch
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
@@ -26,6 +27,7 @@ from rheostat.models.objectives.losses import (
     update_loss,
     value_loss,
 )
+from rheostat.models.objectives.top_k import compute_top_k_divergence
 from rheostat.models.training.outliers import LowEntropy, find_low_entropy, find_outliers
 from rheostat.models.training.ranks import Ranks, sum_and_max
 from rheostat.models.training.routers import RouterTally
@@ -55,6 +57,9 @@ class ExtraLogprobs:
     """Function that returns the reference's mean of the next state at each denoising step, or None unless the policy
     generates images. The means are as large as the images' states, so they are computed per micro-batch and not kept.
     """
+    distillation: Distillation | None = None
+    """Settings of the divergence from a teacher in the loss, whose log-probs are in the samples. None if there is no
+    teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +170,9 @@ def take_steps(
                 low_entropy = extras.low_entropy[step.minibatch]
                 tokens = replace(tokens, low_entropy_N=low_entropy.masks[number])
                 tally.add({"entropy_threshold": (tokens.weights_N != 0) * low_entropy.threshold})
-            outputs = trainer.forward(
-                batch.microbatch,
-                loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient),
-                with_entropy=config.entropy is not None,
+            logprobs_N, entropies_N, tokens = _run_policy(
+                trainer, batch, tokens, extras, config=config, kl_coefficient=kl_coefficient, device=ranks.device
             )
-            logprobs_N, entropies_N = (outputs, None) if config.entropy is None else outputs.unbind(-1)
             if means_ND is not None:
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
             before_N = logprobs_N.detach() if not index and old[number] is None else old[number]
@@ -197,6 +199,38 @@ def take_steps(
         if not isfinite(norms[-1]):
             break
     return replace(StepStatistics.reduce_over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
+
+
+def _run_policy(
+    trainer: Trainer,
+    batch: TrainingBatch,
+    tokens: LossInputs,
+    extras: ExtraLogprobs,
+    *,
+    config: UpdateConfig,
+    kl_coefficient: float,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None, LossInputs]:
+    """Run a forward pass. Return the log-probs of the completion tokens, the entropies if the loss has an entropy bonus
+    (else None), and the inputs of the loss. With `top_k` of a distillation, the inputs contain the divergence from the
+    teacher over its most probable tokens. Collective: every rank must call this."""
+    if extras.distillation is None or extras.distillation.top_k is None:
+        outputs = trainer.forward(
+            batch.microbatch,
+            loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient),
+            with_entropy=config.entropy is not None,
+        )
+        logprobs_N, entropies_N = (outputs, None) if config.entropy is None else outputs.unbind(-1)
+        return logprobs_N, entropies_N, tokens
+    candidates_NK = torch.from_numpy(batch.top_ids_NK).to(device, torch.int64)
+    logprobs_NS = trainer.forward(batch.microbatch, candidates_NK=candidates_NK)
+    divergence_N = compute_top_k_divergence(
+        logprobs_NS[:, 1:],
+        torch.from_numpy(batch.top_logprobs_NK).to(device),
+        direction=extras.distillation.top_k.direction,
+    )
+    tokens = replace(tokens, teacher_N=divergence_N, teacher_coefficient=extras.distillation.coefficient)
+    return logprobs_NS[:, 0], None, tokens
 
 
 def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:

@@ -14,6 +14,7 @@ from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
 from rheostat.models.modeling.adapters import load_trainable
 from rheostat.models.modeling.critic import TokenValues, load_critic
+from rheostat.models.modeling.head import TopTokens
 from rheostat.models.modeling.logprobs import TokenLogprobs, TokenModule
 from rheostat.models.modeling.policy import freeze, load_policy, load_vision, trains_vision
 from rheostat.models.modeling.trials import float32_trials
@@ -161,7 +162,10 @@ class LoadedModels:
         ranks: Ranks,
         on_progress: Callable[[], None],
         denoising: DenoisingConfig | None = None,
+        top_k: int = 0,
     ) -> None:
+        """Create the cache. `top_k` is the number of most probable tokens that teachers return at each completion
+        token."""
         self.ranks = ranks
         self.images = Gallery()
         self.states = StateWriter(store, update, ranks=ranks, on_progress=on_progress)
@@ -171,6 +175,7 @@ class LoadedModels:
         self._update = update
         self._temperature = temperature
         self._denoising = denoising
+        self._top_k = top_k
         self._frozen = FrozenParts(device=ranks.device)
         self._setup: GenerationSetup | None = None
         self._images: tuple[ImageTokens | None] | None = None
@@ -231,7 +236,8 @@ class LoadedModels:
             self._setup.announce_prompts(inputs)
 
     def teacher(self, version: ModelVersion) -> Forward:
-        """Return the forward function of a teacher, a model with the weights of `version` that is never trained."""
+        """Return the forward function of a teacher, a model with the weights of `version` that is never trained. If the
+        teacher returns its most probable tokens, the policy must be loaded before the teacher."""
         return self._teacher.load(version).forward
 
     def close(self) -> None:
@@ -280,12 +286,15 @@ class LoadedModels:
         return FrozenModel(steps, update, ranks=self.ranks)
 
     def _build_teacher(self, version: ModelVersion) -> FrozenModel:
-        return self._build_frozen(version, self._update)
+        top = TopTokens(self._top_k, self.policy.trainer.vocab_size) if self._top_k else None
+        return self._build_frozen(version, self._update, top=top)
 
-    def _build_frozen(self, version: ModelVersion, update: UpdateConfig) -> FrozenModel:
+    def _build_frozen(
+        self, version: ModelVersion, update: UpdateConfig, *, top: TopTokens | None = None
+    ) -> FrozenModel:
         directory = fetch_bundle(self._store, version.weights)
         return load_frozen_policy(
-            directory, update, temperature=self._temperature, images=self.images, ranks=self.ranks
+            directory, update, temperature=self._temperature, images=self.images, top=top, ranks=self.ranks
         )
 
 

@@ -24,7 +24,7 @@ from rheostat.models.judges.verdicts import Judgement
 from rheostat.models.judges.votes import tally, tally_steps
 from rheostat.models.records.columns import select_rows
 from rheostat.models.records.media import Media
-from rheostat.models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
+from rheostat.models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_optional
 from rheostat.models.records.versions import Outcome
 from rheostat.models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from rheostat.models.rewards.code import CodeJudge
@@ -100,7 +100,7 @@ class ScoringWorker:
         scores = [select_rows(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards]
         credit = credit_completions(
             [
-                select_rows(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
+                select_rows(select_with_optional(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
                 for shard in work.shards
             ],
             scores,

@@ -91,6 +91,7 @@ class UpdateWorker:
             self._update,
             temperature=self._temperature,
             denoising=self._denoising,
+            top_k=self._top_k,
             ranks=ranks,
             on_progress=self._on_progress,
         )
@@ -127,7 +128,7 @@ class UpdateWorker:
         scores = write_auxiliary_scores(
             self._store,
             work,
-            AuxiliaryModels(load, choose_teachers(self._store, work, distillation)),
+            AuxiliaryModels(load, choose_teachers(self._store, work, distillation), self._top_k),
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
             images=models.image_tokens(work.policy) if has_images else None,
@@ -316,7 +317,7 @@ class UpdateWorker:
         steps_taken = take_steps(
             trainer,
             steps,
-            replace(extras, means=means),
+            replace(extras, means=means, distillation=self._algorithm.distillation),
             config=config.with_entropy_at(work.policy.version, work.total_iterations),
             kl_coefficient=work.kl_coefficient,
             ranks=models.ranks,
@@ -371,6 +372,12 @@ class UpdateWorker:
         coefficients = {"kl_coefficient": work.kl_coefficient} if self._update.kl_penalty is not None else {}
         bonus = self._update.with_entropy_at(work.policy.version, work.total_iterations).entropy
         return coefficients if bonus is None else {**coefficients, "entropy_coefficient": bonus.coefficient}
+
+    @property
+    def _top_k(self) -> int:
+        """Number of the teacher's most probable tokens in the loss, or 0 if the loss contains no divergence."""
+        distillation = self._algorithm.distillation
+        return 0 if distillation is None or distillation.top_k is None else distillation.top_k.tokens
 
     def _require_models(self) -> LoadedModels:
         if self._models is None:

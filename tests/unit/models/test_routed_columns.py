@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rheostat.infra.errors import Damaged
 from rheostat.models.engines.protocol import Completion
 from rheostat.models.records.columns import concatenate_tables
-from rheostat.models.records.model_input import ModelInput, attach_experts, sample_columns, select_with_experts
+from rheostat.models.records.model_input import ModelInput, attach_experts, sample_columns, select_with_optional
 from rheostat.models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
 from rheostat.models.rollouts.forgotten import Prompts, erase_prompts
 from rheostat.models.rollouts.groups import Group, PartialCompletion, build_table
@@ -81,7 +81,7 @@ def test_rollouts_without_recorded_experts_have_no_column_of_experts():
     plain = PartialCompletion(seed=0, input=ModelInput.from_prompt([5])).append_completion(completion(2, None), 0)
     table = build_table([group_of(0, plain)])
     assert table.schema == build_table([]).schema == ROLLOUT_SCHEMA
-    assert select_with_experts(table, ["sample"]).column_names == ["sample"]
+    assert select_with_optional(table, ["sample"]).column_names == ["sample"]
 
 
 def test_an_empty_shard_can_be_concatenated_with_shards_that_have_experts():

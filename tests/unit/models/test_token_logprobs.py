@@ -14,6 +14,7 @@ from rheostat.models.config.objectives import EntropyBonus, UpdateConfig, chunk_
 from rheostat.models.config.policy_losses import ClipCov, KlCov
 from rheostat.models.data.problems import load_problems
 from rheostat.models.modeling.head import HeadSettings as Head
+from rheostat.models.modeling.head import TopTokens
 from rheostat.models.modeling.logit_shapes import LogitShape
 from rheostat.models.modeling.logprobs import ForwardInput, TokenLogprobs
 from rheostat.models.modeling.policy import build_scratch
@@ -217,3 +218,33 @@ def test_the_entropy_ignores_tokens_that_are_never_generated():
     gradients = settings.compute_entropy_gradients(raw, torch.ones(1, 1))
     half = math.log(2) / 2
     assert gradients.flatten().tolist() == pytest.approx([half / 4, 0, half / 4, -half / 2])  # -p (log p + H)
+
+
+@pytest.mark.parametrize("chunk_elements", [CHUNK, None])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_log_probs_and_gradients_of_candidate_tokens_are_those_of_the_whole_model(chunk_elements, is_frozen):
+    model, read = build(), build_input()
+    model.get_output_embeddings().weight.requires_grad_(not is_frozen)
+    module = TokenLogprobs(model, temperature=0.7, chunk_elements=chunk_elements)
+    ids_NK = torch.randint(2, 300, (6, 4), generator=torch.Generator().manual_seed(5))
+    factors_NS = torch.randn(6, 5, generator=torch.Generator().manual_seed(6))
+    found_NS = module(read.with_candidates(ids_NK))
+    logits_NV = model(input_ids=read.tokens_BT).logits.flatten(0, 1)[read.positions_N]
+    expected_NS = (logits_NV / 0.7).log_softmax(-1).gather(-1, torch.cat([read.targets_N[:, None], ids_NK], 1))
+    torch.testing.assert_close(found_NS, expected_NS)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    found, expected = (
+        torch.autograd.grad((values_NS * factors_NS).sum(), trained) for values_NS in (found_NS, expected_NS)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_returns_its_most_probable_tokens_among_those_of_the_policy():
+    model, read = build(), build_input()
+    module = TokenLogprobs(model, temperature=0.7, chunk_elements=CHUNK, top=TopTokens(3, 100))
+    target_N1, logprobs_NK, ids_NK = module(read).split([1, 3, 3], dim=1)
+    logprobs_NV = (model(input_ids=read.tokens_BT).logits.flatten(0, 1)[read.positions_N] / 0.7).log_softmax(-1)
+    expected = logprobs_NV[:, :100].topk(3)
+    torch.testing.assert_close(logprobs_NK, expected.values)
+    assert torch.equal(ids_NK.long(), expected.indices)
+    torch.testing.assert_close(target_N1, logprobs_NV.gather(1, read.targets_N[:, None]))
