@@ -141,18 +141,22 @@ def test_a_teacher_that_is_the_student_changes_nothing(uri, student):
     assert outcome.metrics["grad_norm_max"] < 1e-5
 
 
-def test_the_divergence_is_added_to_the_loss_of_rewards(uri, student, teacher):
+@pytest.mark.parametrize("top_entropy", [None, 0.4])
+def test_the_divergence_is_added_to_the_loss_of_rewards(uri, student, teacher, top_entropy):
+    config = change(CONFIG, top_entropy=top_entropy)
     settings = distilled().distillation
     both, found = Grpo(distillation=settings), {}
     for name, algorithm in (("both", both), ("teacher", distilled())):
         work = prepare(uri, student, teacher, algorithm)
-        found[name] = start_worker(uri, CONFIG, algorithm=algorithm).update(work)
+        found[name] = start_worker(uri, config, algorithm=algorithm).update(work)
     rewards = Grpo(keep_uninformative=True)
     plain = estimate_work(uri, student, teacher)
     work = replace(prepare(uri, student, teacher, both), samples=give_credit(uri, plain, (), rewards).shards)
-    found["rewards"] = start_worker(uri, CONFIG, algorithm=rewards).update(work)
+    found["rewards"] = start_worker(uri, config, algorithm=rewards).update(work)
     steps = {name: gradients(uri, outcome) for name, outcome in found.items()}
     np.testing.assert_allclose(steps["both"], steps["teacher"] + steps["rewards"], atol=1e-5)
+    masked = found["both"].metrics.get("low_entropy_fraction", 0)
+    assert masked == (0 if top_entropy is None else pytest.approx(1 - top_entropy, abs=0.05))
     assert np.abs(steps["rewards"]).max() > 1e-3
 
 
