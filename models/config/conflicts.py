@@ -53,6 +53,30 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
     yield from job.algorithm.find_conflicts(job)
     yield from job.update.loss.find_conflicts(job)
     yield from job.update.optimizer.find_conflicts(job.update)
+    yield from _find_update_conflicts(job)
+    yield from _find_gpu_conflicts(job.pools)
+    yield from _find_attention_conflicts(job.update, job.pools)
+    yield from _find_staleness_conflicts(job.update, job.rollout)
+    yield from _find_time_conflicts(job.rollout)
+    yield from _find_curriculum_conflicts(job.rollout, job.scoring)
+    yield from job.rollout.engine.find_conflicts(job)
+    if job.update.router_replay is not None:
+        yield from _find_replay_conflicts(job.rollout)
+    if job.rollout.environment is not None:
+        yield from job.rollout.environment.find_conflicts(job)
+    elif job.scoring.environment_rewards:
+        [term, *_] = job.scoring.environment_rewards
+        yield f"reward {term!r} needs an environment, but none is set. Set [rollout.environment], or remove the reward"
+    else:
+        pairs = zip(job.scoring.terms, job.scoring.rewards, strict=True)
+        for term in (term for term, reward in pairs if reward.granularity == "turn"):
+            yield f"reward {term!r} with per = 'turn' scores the turns of episodes. Set [rollout.environment]"
+    for name, engine, slots in slot_engines(job.rollout, job.scoring):
+        yield from engine.find_placement_conflicts(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
+
+
+def _find_update_conflicts(job: JobParts) -> Iterator[str]:
+    """Yield one message for each setting of the update that does not fit the others or the algorithm."""
     if job.pools.update_ranks % job.update.sequence_parallel:
         yield (
             f"update.sequence_parallel is {job.update.sequence_parallel}, but it must be a divisor of "
@@ -75,25 +99,6 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
             "update.entropy cannot be combined with algorithm.distillation.top_k, because a forward pass computes "
             "either entropies or the log-probs of the teacher's most probable tokens. Remove one of them"
         )
-    yield from _find_gpu_conflicts(job.pools)
-    yield from _find_attention_conflicts(job.update, job.pools)
-    yield from _find_staleness_conflicts(job.update, job.rollout)
-    yield from _find_time_conflicts(job.rollout)
-    yield from _find_curriculum_conflicts(job.rollout, job.scoring)
-    yield from job.rollout.engine.find_conflicts(job)
-    if job.update.router_replay is not None:
-        yield from _find_replay_conflicts(job.rollout)
-    if job.rollout.environment is not None:
-        yield from job.rollout.environment.find_conflicts(job)
-    elif job.scoring.environment_rewards:
-        [term, *_] = job.scoring.environment_rewards
-        yield f"reward {term!r} needs an environment, but none is set. Set [rollout.environment], or remove the reward"
-    else:
-        pairs = zip(job.scoring.terms, job.scoring.rewards, strict=True)
-        for term in (term for term, reward in pairs if reward.granularity == "turn"):
-            yield f"reward {term!r} with per = 'turn' scores the turns of episodes. Set [rollout.environment]"
-    for name, engine, slots in slot_engines(job.rollout, job.scoring):
-        yield from engine.find_placement_conflicts(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
 
 
 def _find_gpu_conflicts(pools: PoolsConfig) -> Iterator[str]:
