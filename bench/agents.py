@@ -18,6 +18,9 @@ from rheostat.models.config.engines import TransformersEngine
 from rheostat.models.records.work import RolloutWork
 from rheostat.models.workers.rollout import RolloutWorker
 
+DOOR_TURNS: Final = ((256, 0.02), (1024, 0.002))
+"""Maximum tokens of a turn, and probability of the end token, of the shards with which the door is measured. Each shard
+takes some tenths of a second more than with the engine alone, because agents start and end."""
 PAIRS: Final = 5
 NAP_SECONDS: Final = 1.0
 MEMORY_SHARDS: Final = 16
@@ -29,25 +32,29 @@ def measure() -> Iterator[Table]:
     relative to agents that do not sleep, and the memory of the worker over many episodes."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as home:
         store = open_store(f"{home}/bench")
+        for turn_tokens, eos_share in DOOR_TURNS:
+            work = build_work(store, Path(home) / f"policy-{turn_tokens}", eos_share=eos_share)
+            work = replace(work, sampling=work.sampling.model_copy(update={"max_new_tokens": turn_tokens}))
+            yield _compare(
+                f"the door, one turn of up to {turn_tokens:,} tokens",
+                ("engine alone", "through the door"),
+                (_worker(home, None), work),
+                (_worker(home, 1, turn_tokens), work),
+            )
         work = build_work(store, Path(home) / "policy")
-        alone = replace(work, sampling=work.sampling.model_copy(update={"max_new_tokens": TURN_TOKENS}))
-        yield _compare(
-            "the door",
-            ("engine alone", "through the door"),
-            (_worker(home, None), alone),
-            (_worker(home, 1), work),
-        )
         sleeping = replace(work, prompts=write_prompts(store, NAP_SECONDS))
         worker = _worker(home, TURNS)
         names = ("agents that do not sleep", "agents that sleep")
-        yield _compare("sleeping agents", names, (worker, work), (worker, sleeping))
+        yield _compare(
+            f"sleeping agents, {TURNS} turns of up to {TURN_TOKENS} tokens", names, (worker, work), (worker, sleeping)
+        )
         yield _measure_memory(home, work)
 
 
-def _worker(home: str, turns: int | None) -> RolloutWorker:
+def _worker(home: str, turns: int | None, turn_tokens: int = TURN_TOKENS) -> RolloutWorker:
     """Return a rollout worker whose agents request this number of turns, or without agents if it is None."""
     settings = AgentEnvironment(
-        target="bench.napping:nap", options={"turns": turns}, turn_tokens=TURN_TOKENS, parser="none"
+        target="bench.napping:nap", options={"turns": turns}, turn_tokens=turn_tokens, parser="none"
     )
     return RolloutWorker(home, "bench", TransformersEngine(), THREADS, environment=None if turns is None else settings)
 
@@ -68,7 +75,7 @@ def _compare(
 
     first, second = (list(each) for each in zip(*pairs, strict=True))
     return Table(
-        title=f"{what}: {PROMPTS * GROUP} episodes, turns of up to {TURN_TOKENS} tokens, {THREADS} thread",
+        title=f"{what}: {PROMPTS * GROUP} episodes, {THREADS} thread",
         columns=("", "median", "least", "most"),
         rows=(
             row(f"{names[0]}, tokens/s", first),

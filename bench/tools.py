@@ -122,9 +122,10 @@ def _worker(home: str, engine: EngineConfig, changes: Mapping[str, object]) -> I
         worker.close()
 
 
-def build_work(store: Store, policy: Path) -> RolloutWork:
-    """Write a policy and its prompts, and return the work of a shard of episodes."""
-    write_policy(policy, eos_share=EOS_SHARE, changes=SHAPE)
+def build_work(store: Store, policy: Path, *, eos_share: float = EOS_SHARE) -> RolloutWork:
+    """Write a policy and its prompts, and return the work of a shard of episodes. `eos_share` is the probability of the
+    end token."""
+    write_policy(policy, eos_share=eos_share, changes=SHAPE)
     return RolloutWork(
         iteration=1,
         policy=ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies")),
