@@ -19,7 +19,7 @@ from rheostat.tasks.costs import Reservation, iteration_costs
 from rheostat.tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from rheostat.tasks.run.open_run import OpenRun
-from rheostat.tasks.run.references import recorded_reset_every, reference_iteration
+from rheostat.tasks.run.references import recorded_reset, reference_iteration
 from rheostat.tasks.run.rescorings import DerivedResult, list_derived_results
 from rheostat.tasks.run.reverts import has_reverted, policy_after
 from rheostat.tasks.run.solve_rates import summarize_choices
@@ -148,9 +148,7 @@ def _references_of(run: Run, iterations: range) -> set[int]:
     """Return the versions that are reset references of these iterations. The initial policy is always kept, so it is
     not included."""
     return {
-        version
-        for number in iterations
-        if (version := reference_iteration(run, number, recorded_reset_every(run, number)))
+        version for number in iterations if (version := reference_iteration(run, number, recorded_reset(run, number)))
     }
 
 

@@ -83,10 +83,10 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             f"pools.update_ranks, which is {job.pools.update_ranks}"
         )
     for key, penalty in (("update.kl", job.update.kl_penalty), ("algorithm.kl", job.algorithm.reward_kl)):
-        if penalty is not None and penalty.reset_every and job.update.lora is not None:
+        if penalty is not None and penalty.rule_key and job.update.lora is not None:
             yield (
-                f"{key}.reset_every cannot be combined with update.lora, because the reference is computed without "
-                "adapters. Remove one of them"
+                f"{key}.{penalty.rule_key} cannot be combined with update.lora, because the reference is computed "
+                "without adapters. Remove one of them"
             )
     if job.update.masks_low_entropy and job.update.loss.selection is not None:
         yield (

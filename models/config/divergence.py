@@ -3,7 +3,7 @@ the last reset. Torch-free."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rheostat.infra.config import Positive, Settings, Since
 
@@ -20,13 +20,32 @@ class AdaptiveKl(Settings):
 
 
 class ReferenceReset(Settings):
-    """Setting for the reference of a KL penalty."""
+    """Settings for the reference of a KL penalty. By default it is always the initial policy."""
 
     reset_every: Annotated[Positive | None, Since("0.2.0", before=None)] = None
     """Number n of iterations after which the reference is replaced by the current policy (reference reset, ProRL, arXiv
     2505.24864, section 2.3). The reference of iteration i is the policy after iteration n x floor((i - 1) / n), or the
-    restored policy if an alarm has reverted to an older one since then. The optimizer state is not reset. If not set,
-    the reference is always the initial policy."""
+    restored policy if an alarm has reverted to an older one since then. The optimizer state is not reset."""
+    reset_after_plateau: Annotated[Positive | None, Since("0.2.0", before=None)] = None
+    """Number n of iterations after which the reference is replaced by the current policy if the mean reward of none of
+    them was higher than the best one before. The iterations are counted from the last reset or from the iteration with
+    the best mean reward, whichever is later. Use this or `reset_every`."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> "ReferenceReset":
+        if self.reset_every and self.reset_after_plateau:
+            raise ValueError("reset_every and reset_after_plateau are set. Remove one of them")
+        return self
+
+    @property
+    def rule(self) -> "ReferenceReset":
+        """Only these settings, so that penalties of different types can be compared."""
+        return ReferenceReset(reset_every=self.reset_every, reset_after_plateau=self.reset_after_plateau)
+
+    @property
+    def rule_key(self) -> str | None:
+        """Key of the setting that resets the reference, or None if it is never reset."""
+        return next((key for key in ReferenceReset.model_fields if getattr(self, key)), None)
 
 
 class NoKl(Settings):

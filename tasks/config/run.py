@@ -23,6 +23,7 @@ from rheostat.models.config.conflicts import (
     find_preference_conflicts,
 )
 from rheostat.models.config.data import DataConfig
+from rheostat.models.config.divergence import ReferenceReset
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig, ScratchPolicy
 from rheostat.models.config.preferences import PreferencesConfig
@@ -252,10 +253,10 @@ class RunConfig(Settings):
         return max(1, slots if self.placement.can_take_turns else slots + 1)
 
     @property
-    def reset_every(self) -> int | None:
-        """Number of iterations between two resets of the reference of the KL penalty. None if there are no resets."""
+    def reference_reset(self) -> ReferenceReset:
+        """Rule by which the reference of the KL penalty is reset."""
         penalties = (self.update.kl_penalty, self.algorithm.reward_kl)
-        return next((penalty.reset_every for penalty in penalties if penalty is not None), None)
+        return next((penalty.rule for penalty in penalties if penalty is not None), ReferenceReset())
 
     @property
     def revert_alarms(self) -> tuple[Alarm, ...]:

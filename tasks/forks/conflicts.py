@@ -143,9 +143,10 @@ def _find_missing_policy(run: Run, number: int, config: RunConfig, stored: Store
     for older in range(max(0, number - config.rollout.staleness), number):
         if not _has_weights(run, older, stored):
             return f"policy {older} is not stored, which rollout.staleness = {config.rollout.staleness} needs"
-    reference = reference_iteration(run, number + 1, config.reset_every)
+    reference = reference_iteration(run, number + 1, config.reference_reset)
     if not stored.has(policy_of(policy_after(run, reference)).weights):
-        return f"policy {reference} is not stored, which is the reference of the KL penalty (reset_every)"
+        rule = config.reference_reset.rule_key
+        return f"policy {reference} is not stored, which is the reference of the KL penalty ({rule})"
     if config.revert_alarms and number:
         before = number - 1
         if not _has_weights(run, before, stored) or updates_since_state(run, before)[1]:

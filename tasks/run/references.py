@@ -2,39 +2,43 @@
 or the policy of the last reset. It depends only on stored results, so a resumed run uses the same one."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Final
 
 from pydantic import JsonValue
 
+from rheostat.infra.config import read_recorded
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
+from rheostat.models.config.alarms import ROUNDING
+from rheostat.models.config.divergence import ReferenceReset
+from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
 
 ESTIMATORS: Final = ("k1", "k2", "k3")
 """Values of `kind` with which recorded settings are those of a KL penalty."""
 
 
-def recorded_reset_every(run: Run, number: int) -> int | None:
-    """Return the recorded number of iterations between two resets of the reference, or None if the reference of an
-    iteration is always the initial policy."""
+def recorded_reset(run: Run, number: int) -> ReferenceReset:
+    """Return the recorded rule by which the reference of an iteration is reset."""
     config = run.config_at(number)
-    found = (_find_reset_every(config.get(table)) for table in ("update", "algorithm"))
-    return next((every for every in found if every is not None), None)
+    found = (_find_reset(config.get(table)) for table in ("update", "algorithm"))
+    return next((rule for rule in found if rule is not None), ReferenceReset())
 
 
-def _find_reset_every(settings: JsonValue) -> int | None:
-    """Return the first value of a key `reset_every` of a KL penalty in recorded settings. All tables are searched,
-    because an algorithm of the user may have its KL penalty at any key."""
+def _find_reset(settings: JsonValue) -> ReferenceReset | None:
+    """Return the rule of the first KL penalty with resets in recorded settings. All tables are searched, because an
+    algorithm of the user may have its KL penalty at any key."""
     if not isinstance(settings, Mapping):
         return None
-    every = settings.get("reset_every")
-    if settings.get("kind") in ESTIMATORS and isinstance(every, int):
-        return every
-    found = map(_find_reset_every, settings.values())
+    rule = {key: settings[key] for key in ReferenceReset.model_fields if settings.get(key) is not None}
+    if settings.get("kind") in ESTIMATORS and rule:
+        return read_recorded(ReferenceReset, rule)
+    found = map(_find_reset, settings.values())
     return next((inner for inner in found if inner is not None), None)
 
 
-def reference_iteration(run: Run, number: int, reset_every: int | None) -> int:
+def reference_iteration(run: Run, number: int, reset: ReferenceReset) -> int:
     """Return the iteration after which the current policy was the reference of iteration `number`, or 0 for the initial
     policy.
 
@@ -42,9 +46,12 @@ def reference_iteration(run: Run, number: int, reset_every: int | None) -> int:
     has reverted to a policy that is older than this reference, the restored policy is the reference until the next
     reset, because the alarm rejected the policies after it.
     """
-    if reset_every is None:
+    if reset.reset_every:
+        reference = (number - 1) // reset.reset_every * reset.reset_every
+    elif reset.reset_after_plateau:
+        reference = _last_plateau(run, number - 1, reset.reset_after_plateau)
+    else:
         return 0
-    reference = (number - 1) // reset_every * reset_every
     if not run.config_at(number).get("alarms"):  # only alarms that revert are recorded
         return reference
     for later in range(reference + 1, number):
@@ -53,6 +60,22 @@ def reference_iteration(run: Run, number: int, reset_every: int | None) -> int:
     return reference
 
 
+def _last_plateau(run: Run, last: int, length: int) -> int:
+    """Return the last iteration up to `last` after which the mean reward had not exceeded its best value in `length`
+    iterations since that value or since the last reset, or 0 if there is none. Reverted iterations do not count."""
+    best, counted, reset = -inf, 0, 0
+    for number in range(1, last + 1):
+        if has_reverted(run, number):
+            continue
+        reward = run.require(StageKey.of(iteration_key(number), "credit")).metrics.get("reward_mean", -inf)
+        counted += 1
+        if best == -inf or reward > best + ROUNDING * abs(best):
+            best, counted = reward, 0
+        elif counted == length:
+            reset, counted = number, 0
+    return reset
+
+
 def reference_of(run: Run, number: int) -> Manifest:
     """Return the stored record of the reference model of an iteration."""
-    return policy_after(run, reference_iteration(run, number, recorded_reset_every(run, number)))
+    return policy_after(run, reference_iteration(run, number, recorded_reset(run, number)))

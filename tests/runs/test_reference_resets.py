@@ -103,5 +103,5 @@ def test_a_penalty_in_the_reward_is_computed_from_the_reset_reference(tmp_path, 
         is_zero = run.require(f"it-000{number}/credit").metrics["kl"] < 1e-9
         assert is_zero == (version == number - 1)
     refused = job.command("recredit", "--algorithm", "kind='rloo'\nkl={kind='k3', coefficient=0.1}")
-    assert refused.code == 2 and "log-probs of the reference with this algorithm.kl.reset_every" in refused.output
+    assert refused.code == 2 and "log-probs of the reference with these resets (algorithm.kl)" in refused.output
     assert verify_run(str(job.store), "tiny") == []
