@@ -68,16 +68,21 @@ class DifficultyCurriculum(Settings):
     """Name of the reward term whose scores are the solve rate. The default is the first term."""
     target: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Solve rate of the most useful prompt."""
-    candidates: Annotated[int, Field(ge=2, le=64)] = 4
+    candidates: Annotated[int, Field(ge=1, le=64)] = 4
     """Number of prompts among which each prompt is chosen. The others wait for the next epoch. With more candidates,
     the chosen prompts are nearer to the target and are repeated more often, because an epoch issues only one prompt in
-    `candidates`."""
+    `candidates`. With 1, prompts are issued in random order, and only `min_part_factor` has an effect."""
     explore: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the prompts that are chosen without regard to solve rates: the first candidate without a known solve
     rate or, if all are known, the first candidate. So every prompt can be issued in every epoch."""
     unseen_solve_rate: Fraction = 0.25
     """Solve rate that a prompt without a known solve rate counts as. At the target, new prompts come before all known
     ones. Far from the target, known prompts are repeated first."""
+    min_part_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """If set, the files of a mixture are sampled more often if more can be learned from them. The weight of each file
+    is multiplied by its learnability, as a share of the largest one, and at least by this factor. The learnability is
+    the mean of p (1 - p) over the last known solve rates p of its prompts (arXiv 2502.12272), and the factor of a file
+    without known solve rates is 1."""
 
 
 class RolloutConfig(Settings):

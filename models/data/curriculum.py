@@ -6,6 +6,7 @@ parts are mixed by weight. Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2
 waves. Each wave has as many prompts as are likely needed to reach the target number of informative groups.
 
 With a curriculum, each position of the stream has several candidate rows, and one of them is issued by its solve rate.
+The weights of the parts can follow the solve rates, too.
 """
 
 import math
@@ -13,13 +14,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from itertools import count as counted
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
-from rheostat.infra.config import Settings
+from rheostat.infra.config import Settings, Since
 from rheostat.infra.counts import format_count
 from rheostat.models.records.seeds import derive_seed
 
@@ -35,6 +36,9 @@ class Cursor(Settings):
     returned: tuple[int, ...] = ()
     """Row indices of prompts to issue, in this order, before the stream continues. A row may stay here for more than
     one epoch."""
+    drawn: Annotated[tuple[int, ...], Since("0.2.0", before=())] = ()
+    """Number of positions that were taken from the stream of each part. Empty while the weights of the parts are
+    constant, because then they follow from `position`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,16 @@ class PromptChoice:
         return {"seen_prompts": float(len(known)), "solve_rate_sum": math.fsum(known)}
 
 
+class Candidates(NamedTuple):
+    """Candidate rows of one position in the stream of prompts."""
+
+    part: int
+    """Index of the part to which the rows belong, or 0 if the rows are not divided into parts."""
+    place: int
+    """Position in the stream of the part."""
+    rows: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """Order of the endless stream of prompts, which the seed and the solve rates of the prompts determine."""
@@ -93,15 +107,38 @@ class PromptOrder:
     """Parts from which rows are sampled by weight. Empty if the rows are not divided into parts."""
     choice: PromptChoice | None = None
     """Choice among several candidates of the same part, or None if every row of the random order is issued."""
+    weights: Sequence[float] | None = None
+    """Present weights of the parts that have rows, or None if their weights are constant."""
 
-    def candidates_from(self, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the candidate rows of each position of the stream, from `position` on. Each item also has the position
-        in the stream of the part."""
+    def drawn_before(self, cursor: Cursor) -> tuple[int, ...]:
+        """Return the number of positions before the cursor that were taken from the stream of each part with rows."""
+        parts = self._parts_with_rows
+        if len(parts) < 2:
+            return (cursor.position,)
+        return cursor.drawn or _count_drawn(cursor.position, weights=[part.weight for part in parts], seed=self.seed)
+
+    def candidates_from(self, cursor: Cursor) -> Iterator[Candidates]:
+        """Yield the candidate rows of each position of the stream after the cursor."""
         width = 1 if self.choice is None else self.choice.candidates
-        parts = [part for part in self.parts if part.rows]
-        if len(parts) > 1:
-            return _mixture(position, parts=parts, seed=self.seed, width=width)
-        return _candidates(position, num_prompts=self.num_prompts, seed=self.seed, width=width)
+        parts, drawn = self._parts_with_rows, self.drawn_before(cursor)
+        if len(parts) < 2:
+            yield from _candidates(0, cursor.position, num_prompts=self.num_prompts, seed=self.seed, width=width)
+            return
+        weights = self.weights or [part.weight for part in parts]
+        streams = [
+            _candidates(
+                number, before, num_prompts=len(part.rows), seed=derive_seed(self.seed, "part", number), width=width
+            )
+            for number, (part, before) in enumerate(zip(parts, drawn, strict=True))
+        ]
+        for start in counted(cursor.position, _AHEAD):
+            for number in _parts_at(range(start, start + _AHEAD), weights=weights, seed=self.seed).tolist():
+                part, place, rows = next(streams[number])
+                yield Candidates(part, place, [parts[number].rows[row] for row in rows])
+
+    @property
+    def _parts_with_rows(self) -> list[Part]:
+        return [part for part in self.parts if part.rows]
 
 
 def take_rows(
@@ -127,25 +164,31 @@ def take_rows(
             rows[row] = None
         else:
             waiting.append(row)
-    position, stream = cursor.position, order.candidates_from(cursor.position)
+    position, drawn, stream = cursor.position, [*order.drawn_before(cursor)], order.candidates_from(cursor)
     while len(rows) < count:
-        number, candidates = next(stream)
+        part, place, candidates = next(stream)
         position += 1
+        drawn[part] += 1
         allowed = [row for row in candidates if row not in never]
         unused = [row for row in allowed if row not in others and row not in rows]
         if not allowed:
             continue
-        row = allowed[0] if order.choice is None else order.choice.choose(number, unused or allowed)
+        row = allowed[0] if order.choice is None else order.choice.choose(place, unused or allowed)
         if unused:
             rows[row] = None
         else:
             waiting.append(row)
-    return tuple(rows), Cursor(position=position, returned=tuple(row for row in waiting if row not in never))
+    after = Cursor(
+        position=position,
+        returned=tuple(row for row in waiting if row not in never),
+        drawn=tuple(drawn) if order.weights or cursor.drawn else (),
+    )
+    return tuple(rows), after
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:
     """Return a cursor that issues these prompt rows once more, after the rows that already wait in `returned`."""
-    return Cursor(position=cursor.position, returned=(*cursor.returned, *rows))
+    return cursor.model_copy(update={"returned": (*cursor.returned, *rows)})
 
 
 def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
@@ -157,11 +200,11 @@ def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
-def _candidates(position: int, *, num_prompts: int, seed: int, width: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield each position from `position` on, with its candidates: `width` consecutive rows of the endless stream."""
+def _candidates(part: int, position: int, *, num_prompts: int, seed: int, width: int) -> Iterator[Candidates]:
+    """Yield the candidates of each position of one part's stream, from `position` on: `width` consecutive rows."""
     rows = _stream(position * width, num_prompts=num_prompts, seed=seed)
-    for number in counted(position):
-        yield number, [*islice(rows, width)]
+    for place in counted(position):
+        yield Candidates(part, place, [*islice(rows, width)])
 
 
 def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
@@ -177,37 +220,64 @@ _BLOCK: Final = 2**16  # number of positions that are counted at once
 _AHEAD: Final = 2**8  # number of positions that are computed at once; an iteration needs dozens
 
 
-def _mixture(position: int, *, parts: Sequence[Part], seed: int, width: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the candidates (`width` prompt rows of one part) for each position, from `position` on, of the stream that
-    mixes several parts by their weights. Each item also has the position in the stream of the part.
+def _count_drawn(position: int, *, weights: Sequence[float], seed: int) -> tuple[int, ...]:
+    """Return the number of positions before `position` of the mixed stream that belong to each part, if the weights are
+    constant."""
+    num_drawn = np.zeros(len(weights), dtype=np.int64)
+    for start in range(0, position, _BLOCK):
+        places = _parts_at(range(start, min(start + _BLOCK, position)), weights=weights, seed=seed)
+        num_drawn += np.bincount(places, minlength=len(weights))
+    return tuple(num_drawn.tolist())
+
+
+def _parts_at(places: range, *, weights: Sequence[float], seed: int) -> NDArray[np.int64]:
+    """Return the index of the part that supplies the row, for each position in `places` of the mixed stream.
 
     Position p of the stream belongs to the part whose interval contains the fractional part of u + p (sqrt(5) - 1) / 2.
     The offset u in [0, 1) is derived from the seed. The intervals fill [0, 1) in order, and the length of each is the
-    part's share of the total weight. Over seeds, the probability of a part is therefore its share. Among the first n
+    part's share of the total weight. Over seeds, the probability of a part is therefore its share. Among n consecutive
     positions, the count of a part deviates from its share of n by O(log n), because this sequence has low discrepancy
     (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3). Within a part, each epoch
     is a new permutation of the part's rows.
     """
-    num_drawn = np.zeros(len(parts), dtype=np.int64)
-    for start in range(0, position, _BLOCK):
-        places = _parts_at(range(start, min(start + _BLOCK, position)), parts=parts, seed=seed)
-        num_drawn += np.bincount(places, minlength=len(parts))
-    streams = [
-        _candidates(int(before), num_prompts=len(part.rows), seed=derive_seed(seed, "part", number), width=width)
-        for number, (part, before) in enumerate(zip(parts, num_drawn, strict=True))
-    ]
-    for start in counted(position, _AHEAD):
-        for number in _parts_at(range(start, start + _AHEAD), parts=parts, seed=seed).tolist():
-            place, rows = next(streams[number])
-            yield place, [parts[number].rows[row] for row in rows]
-
-
-def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.int64]:
-    """Return the index of the part that supplies the row, for each position in `places` of the mixed stream."""
-    ends = np.cumsum([part.weight for part in parts])
+    ends = np.cumsum(weights)
     first = derive_seed(seed, "mixture") / 2**64
     points = (first + np.arange(places.start, places.stop, dtype=np.float64) * _GOLDEN) % 1.0
-    return np.minimum(np.searchsorted(ends / ends[-1], points, side="right"), len(parts) - 1)
+    return np.minimum(np.searchsorted(ends / ends[-1], points, side="right"), len(weights) - 1)
+
+
+def learnable_weights(
+    parts: Sequence[Part], solve_rates: Mapping[int, float], *, min_factor: float, num_prompts: int
+) -> list[float]:
+    """Return the weight of each part with rows, adapted to how much can be learned from it.
+
+    The learnability of a part is the mean of p (1 - p) over the known solve rates p of its prompts (arXiv 2502.12272).
+    The weight is multiplied by this learnability as a share of the largest one, and at least by `min_factor`. The
+    factor is 1 for parts without known solve rates and if all learnabilities are zero. The result sums to 1, and no
+    part supplies more of `num_prompts` prompts than it has rows.
+    """
+    parts = [part for part in parts if part.rows]
+    numbers = np.searchsorted([part.rows.stop for part in parts], [*solve_rates], side="right")
+    rates = np.fromiter(solve_rates.values(), dtype=np.float64)
+    counts, sums = (np.bincount(numbers, each, len(parts)) for each in (None, rates * (1 - rates)))
+    known = counts > 0
+    learnability = np.divide(sums, counts, out=np.zeros(len(parts)), where=known)
+    factors = np.ones(len(parts))
+    if learnability.max() > 0:
+        factors[known] = np.maximum(learnability[known] / learnability.max(), min_factor)
+    weights = {number: part.weight * factors[number] for number, part in enumerate(parts)}
+    limits, shares, rest = [len(part.rows) / num_prompts for part in parts], dict[int, float](), 1.0
+    while True:
+        total = sum(weights.values())
+        over = [number for number, weight in weights.items() if weight / total * rest > limits[number]]
+        if not over or len(over) == len(weights):
+            break
+        for number in over:
+            shares[number] = limits[number]
+            rest -= limits[number]
+            del weights[number]
+    shares |= {number: float(weight / total * rest) for number, weight in weights.items()}
+    return [shares[number] for number in range(len(parts))]
 
 
 def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:

@@ -13,7 +13,7 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from rheostat.infra.config import Settings, read_recorded
+from rheostat.infra.config import Settings, encode_recorded, read_recorded
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import ShardRef
@@ -84,7 +84,7 @@ class CarryOver(Settings):
         """Return the state as JSON to be stored in the last record (seal) of an iteration, from which
         `carry_over_before` reads it."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"cursor"}) | {
-            "cursor": self.cursor.model_dump(mode="json")
+            "cursor": encode_recorded(self.cursor.model_dump(mode="json"), self.cursor)
         }
 
 

@@ -8,7 +8,7 @@ from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.rollout import RolloutConfig
-from rheostat.models.data.curriculum import PromptChoice, PromptOrder
+from rheostat.models.data.curriculum import PromptChoice, PromptOrder, learnable_weights
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import StageKey, iteration_key
 
@@ -70,28 +70,42 @@ def prompt_order(iteration: Iteration, rollout: RolloutConfig, history: SolveRat
     `rollout.staleness` = s, these are the iterations up to i - 1 - s, and they are always trained before iteration i is
     planned. Therefore an interrupted run that continues chooses the same prompts.
     """
-    curriculum, choice = rollout.curriculum, None
+    curriculum, choice, weights = rollout.curriculum, None, None
     if curriculum is not None:
+        solve_rates = history.up_to(max(0, iteration.number - 1 - rollout.staleness))
+        if curriculum.min_part_factor is not None and iteration.data_parts:
+            weights = learnable_weights(
+                iteration.data_parts,
+                solve_rates,
+                min_factor=curriculum.min_part_factor,
+                num_prompts=rollout.prompts,
+            )
         choice = PromptChoice(
-            solve_rates=history.up_to(max(0, iteration.number - 1 - rollout.staleness)),
+            solve_rates=solve_rates,
             target=curriculum.target,
             candidates=curriculum.candidates,
             explore=curriculum.explore,
             unseen=curriculum.unseen_solve_rate,
         )
     num_prompts = iteration.prompts.shards[0].rows
-    return PromptOrder(num_prompts, iteration.seed, iteration.data_parts, choice)
+    return PromptOrder(num_prompts, iteration.seed, iteration.data_parts, choice, weights)
 
 
 def summarize_choices(iteration: Iteration) -> dict[str, float]:
-    """Return metrics on the solve rates of an iteration's new prompts before the iteration. Empty if there is no
-    curriculum, or if the iteration has no new prompts."""
+    """Return metrics on the solve rates of an iteration's new prompts before the iteration, and the share of each part
+    of the data if these shares follow the solve rates. Empty if there is no curriculum, or if the iteration has no new
+    prompts."""
     plans = [batch.plan_manifest.metrics for batch in iteration.batches]
     num_prompts = sum(len(batch.plan.rows) for batch in iteration.batches)
     if not num_prompts or not any("seen_prompts" in metrics for metrics in plans):
         return {}
     seen = sum(metrics["seen_prompts"] for metrics in plans)
     metrics = {"plan/unseen_fraction": 1 - seen / num_prompts}
+    curriculum = iteration.rollout.curriculum
+    if curriculum is not None and curriculum.min_part_factor is not None:
+        rows = [row for batch in iteration.batches for row in batch.plan.rows]
+        for number, part in enumerate(iteration.data_parts):
+            metrics[f"plan/part_fraction_{number}"] = sum(row in part.rows for row in rows) / num_prompts
     return metrics | (
         {"plan/solve_rate_mean": sum(metrics["solve_rate_sum"] for metrics in plans) / seen} if seen else {}
     )

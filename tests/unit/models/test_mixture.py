@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rheostat.models.config.data import FileData, MixtureData, WeightedFile
-from rheostat.models.data.curriculum import Cursor, Part, PromptOrder, max_prompts, read_parts, take_rows
+from rheostat.models.data.curriculum import (
+    Cursor,
+    Part,
+    PromptOrder,
+    learnable_weights,
+    max_prompts,
+    read_parts,
+    take_rows,
+)
 from rheostat.models.data.problems import load_problems
 from tests.support.json_lines import write_json_lines
 
@@ -103,3 +111,49 @@ def test_the_first_held_out_problems_have_each_files_share(tmp_path):
     prompts = [str(problem.prompt) for problem in load_problems(build_mixture(tmp_path), "heldout", 0)]
     assert prompts[:9] == ["few 0", "many 0", "few 1", "few 2", "many 1", "few 3", "few 4", "many 2", "few 5"]
     assert prompts[9:] == [f"many {n}" for n in range(3, 60)], "the first file has no more problems"
+
+
+def weights_of(solve_rates, *, min_factor=0.1, num_prompts=10, parts=PARTS):
+    return learnable_weights(parts, solve_rates, min_factor=min_factor, num_prompts=num_prompts)
+
+
+def test_weights_follow_the_variance_of_rewards_in_each_part():
+    # p (1 - p): 0.25 and 0.16 in the first part, 0.09 in the second, none in the third
+    rates = {0: 0.5, 39: 0.2, 40: 0.9}
+    expected = np.array([3 * 1, 1 * 0.09 / 0.205, 0.5 * 1])
+    assert weights_of(rates, num_prompts=1) == pytest.approx(expected / expected.sum())
+
+
+def test_a_part_that_is_always_or_never_solved_keeps_the_lowest_factor():
+    rates = {0: 1.0, 1: 0.0, 45: 0.5, 60: 0.5}
+    expected = np.array([3 * 0.1, 1, 0.5])
+    assert weights_of(rates, num_prompts=1) == pytest.approx(expected / expected.sum())
+
+
+@pytest.mark.parametrize("rates", [{}, {0: 1.0, 40: 0.0, 50: 1.0}])
+def test_weights_stay_without_a_difference_in_learnability(rates):
+    assert weights_of(rates, num_prompts=1) == pytest.approx(np.array([3, 1, 0.5]) / 4.5)
+
+
+def test_no_part_supplies_more_prompts_than_it_has():
+    rates = {0: 1.0, 45: 0.5, 60: 1.0}
+    weights = weights_of(rates, num_prompts=40)
+    assert weights == pytest.approx([0.75 * 0.3 / 0.35, 10 / 40, 0.75 * 0.05 / 0.35])
+    assert sum(weights_of({0: 0.5, 45: 0.5, 60: 0.5}, num_prompts=150)) == pytest.approx(1)
+
+
+def test_shares_change_at_once_and_each_part_continues_its_own_stream():
+    cursor, rows = Cursor(), list[int]()
+    for weights in (None, [1, 8, 1], [1, 1, 8], None):
+        order = PromptOrder(ROWS, 7, PARTS, weights=weights)
+        for _ in range(10):
+            taken, cursor = take_rows(cursor, 10, order, taken=())
+            rows += taken
+        if weights is not None:
+            found = Counter(next(n for n, part in enumerate(PARTS) if row in part.rows) for row in rows[-100:])
+            assert [found[number] for number in range(3)] == pytest.approx([10 * each for each in weights], abs=4)
+    assert sum(cursor.drawn) == cursor.position
+    for part in PARTS:
+        drawn = [row for row in rows if row in part.rows]
+        epochs = [drawn[start : start + len(part.rows)] for start in range(0, len(drawn), len(part.rows))]
+        assert all(len({*epoch}) == len(epoch) for epoch in epochs)
