@@ -12,6 +12,7 @@ from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.solve_rates import read_solve_rates
 from rheostat.tasks.verification.invariants import check_invariants, verify_run
 from tests.support.in_process import InProcessJob, copy_job
+from tests.support.json_lines import write_json_lines
 from tests.support.whole_runs import check_same_run, copy_until
 
 pytestmark = pytest.mark.timeout(1200)
@@ -148,4 +149,31 @@ def test_overlapping_iterations_and_waves_have_the_same_plans_after_an_interrupt
     assert verify_run(str(whole.store), "tiny") == []
     copy_until(whole.run, job.run, iteration=4)
     job.train(*FEW, CURRICULUM, *settings)
+    check_same_run(job.run, whole.run)
+
+
+def test_a_file_of_a_mixture_that_is_never_solved_is_sampled_less(tmp_path, prefect_api):
+    whole, job = (InProcessJob(tmp_path / name, prefect_api) for name in ("whole", "resumed"))
+    sources = []
+    for name, answer in (("even", "possible"), ("never", "impossible")):
+        path = tmp_path / f"{name}.jsonl"
+        write_json_lines(path, [{"prompt": f"{name} {number}", "answer": answer} for number in range(30)])
+        sources.append(f'{{path="{path}",heldout_fraction=0.2}}')
+    settings = (
+        "iterations=5",
+        "retention.keep_last=6",
+        "data.kind=mixture",
+        f"data.sources=[{','.join(sources)}]",
+        "scoring.rewards=[{kind='target', target='tests.support.rewards:even_unless_impossible'}]",
+        "rollout.curriculum={candidates=1, min_part_factor=0.1}",
+    )
+    whole.train(*settings)
+    run = run_of(whole)
+    shares = [run.require(f"it-000{number}/seal").metrics["plan/part_fraction_1"] for number in range(1, 6)]
+    rates = [rate for number in range(1, 5) for rate in read_solve_rates(Iteration(run, number).credit).values()]
+    assert any(0 < rate < 1 for rate in rates), "the other file can be learned"
+    assert shares[0] == pytest.approx(1 / 2) and sum(shares[1:]) / 4 < 1 / 3
+    assert verify_run(str(whole.store), "tiny") == []
+    copy_until(whole.run, job.run, iteration=4)
+    job.train(*settings)
     check_same_run(job.run, whole.run)

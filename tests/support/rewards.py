@@ -120,6 +120,11 @@ def even(prompt: str, completion: str, answer: str) -> float:
     return float(len(completion) % 2 == 0)
 
 
+def even_unless_impossible(prompt: str, completion: str, answer: str) -> float:
+    """Return 0 for the answer "impossible", and otherwise whether the completion has an even length."""
+    return float(answer != "impossible" and len(completion) % 2 == 0)
+
+
 def mean_letter(prompt: str, completion: str, answer: str) -> float:
     """Return the mean code of the characters, which differs among completions of a random policy."""
     return sum(map(ord, completion)) / max(1, len(completion))
