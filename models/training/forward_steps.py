@@ -58,14 +58,10 @@ def take_forward_steps(
             shares_N = loss_N * weights_N
             trainer.backward(shares_N.sum(), last=number + 1 == len(step.batches))
             finite_N = torch.isfinite(shares_N) & torch.isfinite(advantages_N)
-            tally.add(
-                {
-                    "loss": shares_N,
-                    "trained_tokens": trained_N,
-                    "not_finite": ~finite_N,
-                    "velocity_change": torch.where(trained_N, trainer.divergence(old_ND), 0.0),
-                }
-            )
+            change_N = torch.where(trained_N, trainer.divergence(old_ND).detach(), 0.0)
+            tally.add({"loss": shares_N, "trained_tokens": trained_N, "not_finite": ~finite_N})
+            tally.add({"velocity_change_mean": change_N})
+            tally.raise_to({"velocity_change_max": change_N})
             on_progress()
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
@@ -100,6 +96,7 @@ def forward_metrics(
     return {
         "loss": sums.pop("loss") / len(steps),
         **{name: total / num_trained for name, total in sums.items()},
+        **statistics.maxima,
         **stale_shares(samples, max_staleness),
         "grad_norm_mean": sum(statistics.grad_norms) / len(steps),
         "grad_norm_max": max(statistics.grad_norms),
