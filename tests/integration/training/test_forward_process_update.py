@@ -136,9 +136,7 @@ def test_noised_pictures_are_the_stored_pictures_with_normal_noise_at_the_level_
     inputs = module.prepare_inputs(lay_out_rows(rows), cpu)
     alone = module.prepare_inputs(lay_out_rows(rows[2:3]), cpu)
     chosen = slice(2 * len(LEVELS), 3 * len(LEVELS))
-    assert torch.equal(inputs.states_ND[chosen], alone.states_ND) and torch.equal(
-        inputs.next_ND[chosen], alone.next_ND
-    )
+    assert torch.equal(inputs.states_ND[chosen], alone.states_ND) and torch.equal(inputs.next_ND[chosen], alone.next_ND)
     levels_N1 = torch.tensor(module.setup.schedule.levels)[inputs.steps_N][:, None]
     states = [gallery.states(row["images"][0], steps=0)[0] for row in rows for _ in LEVELS]
     clean_ND = torch.from_numpy(np.stack(states))
@@ -200,7 +198,9 @@ def test_micro_batches_and_ranks_do_not_change_the_update(generated):
         "sharded": change(CONFIG, zero_stage=3),
         "adapters": change(CONFIG, lora=LoraConfig(rank=2)),
     }
-    jobs = {name: Job(change(each, microbatch_tokens=60), [work], denoising=DENOISING) for name, each in configs.items()}
+    jobs = {
+        name: Job(change(each, microbatch_tokens=60), [work], denoising=DENOISING) for name, each in configs.items()
+    }
     many = {name: outcome for name, [outcome] in run_on_ranks(uri, jobs).items()}
     for name, found in many.items():
         alone = update(uri, work, change(configs[name], zero_stage=0, microbatch_tokens=9999))
