@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rheostat.infra.config import PoolsConfig
 from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.attention import FLASH, KERNELS, describe_missing_package
+from rheostat.models.config.corrections import TruncatedImportance
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.objectives import UpdateConfig
@@ -54,6 +55,7 @@ def find_conflicts(job: JobParts) -> Iterator[str]:
     yield from job.update.loss.find_conflicts(job)
     yield from job.update.optimizer.find_conflicts(job.update)
     yield from _find_update_conflicts(job)
+    yield from _find_forward_process_conflicts(job)
     yield from _find_gpu_conflicts(job.pools)
     yield from _find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)
@@ -112,6 +114,32 @@ def _find_gpu_conflicts(pools: PoolsConfig) -> Iterator[str]:
         yield (
             f"pools.gpus_per_update_rank is {pools.gpus_per_update_rank:g}, but each update rank trains on one GPU. "
             "Set it to 1. To train on more GPUs, raise pools.update_ranks"
+        )
+
+
+def _find_forward_process_conflicts(job: JobParts) -> Iterator[str]:
+    """Yield one message for each setting that does not work with a loss on finished pictures with new noise, or works
+    only with such a loss."""
+    update, sampler = job.update, None if job.rollout.denoising is None else job.rollout.denoising.sampler
+    loss = f"update.loss.kind = {update.loss.label!r}"
+    if not update.loss.uses_forward_process:
+        if sampler is not None and sampler.is_deterministic:
+            yield (
+                f"rollout.denoising.sampler.kind is {sampler.label!r}, with which denoising steps have no log-probs, "
+                f"but {loss} needs log-probs. Use another sampler such as 'cps', or the loss 'diffusion_nft'"
+            )
+        return
+    if sampler is None:
+        yield f"{loss} needs a text-to-image policy and [rollout.denoising]. Use another loss, such as 'ppo_clip'"
+    elif not sampler.is_deterministic:
+        yield (
+            f"rollout.denoising.sampler.kind is {sampler.label!r}, but {loss} trains on finished pictures, which are "
+            "stored only with 'ode'. Use 'ode'"
+        )
+    if update.corrections != (TruncatedImportance(),):
+        yield (
+            f"{loss} uses no log-probs, so update.correction and update.stale_correction have no effect. Remove both "
+            "keys"
         )
 
 

@@ -22,6 +22,9 @@ class Sampler(Variant):
     """Output of the models that this sampler supports: the velocity of flow matching ("velocity"), or the noise
     ("noise")."""
 
+    is_deterministic: ClassVar[bool] = False
+    """Whether no step adds noise, so that steps have no log-probs. Only the finished picture is stored for training."""
+
     @property
     def weighs(self) -> Literal["exact", "published"]:
         """Scaling of a step's log-prob: "exact" divides the squared error by 2s², with s the standard deviation of the
@@ -83,7 +86,20 @@ class DdimSampler(Sampler):
     """Scale of the noise that each step adds, η in the paper. With 1, the sampler is that of DDPM."""
 
 
-SamplerConfig = Annotated[SdeSampler | DanceSampler | CpsSampler | DdimSampler, Field(discriminator="kind")]
+class OdeSampler(Sampler):
+    """Euler steps along the predicted velocity, without noise. Steps have no log-probs, so this sampler needs a loss
+    that trains on finished pictures, such as `diffusion_nft`. Such a loss adds new noise at the noise levels of the
+    steps: of all steps except those at the end with a level below 0.01, or of those in `rollout.denoising.window`."""
+
+    implementation = "rheostat.models.denoising.samplers:ode"
+    is_deterministic = True
+
+    kind: Literal["ode"] = "ode"
+
+
+SamplerConfig = Annotated[
+    SdeSampler | DanceSampler | CpsSampler | DdimSampler | OdeSampler, Field(discriminator="kind")
+]
 
 
 class LearntWindow(Settings):

@@ -53,6 +53,10 @@ class PolicyLoss(Variant):
     `tokens.selected_N`. None if the loss selects no tokens."""
     needs_tokens: ClassVar[bool] = False
     """Whether the loss is defined only for log-probs of text tokens, and not for those of denoising steps."""
+    uses_forward_process: ClassVar[bool] = False
+    """Whether the loss needs no log-probs, but the velocities that a text-to-image policy predicts for its generated
+    pictures with new noise. `implementation` then names a
+    `rheostat.models.objectives.forward_process.ForwardProcessLoss`."""
 
     aggregation: Aggregation = TokenMean()
     """Method that combines the losses of all tokens into one number."""
@@ -253,11 +257,32 @@ class Dppo(PolicyLoss):
         return self.threshold or {"tv": 0.15, "kl": 0.05}[self.divergence]
 
 
+class DiffusionNft(PolicyLoss):
+    """Flow matching towards generated pictures with a high reward and away from those with a low one (DiffusionNFT,
+    arXiv 2509.16117), for text-to-image policies that predict velocities.
+
+    Noise is added to each finished picture at the noise levels of the denoising steps. The loss needs no log-probs, so
+    pictures are generated without noise in the steps, with `rollout.denoising.sampler.kind = "ode"`.
+    """
+
+    implementation = "rheostat.models.objectives.forward_process:diffusion_nft"
+    uses_forward_process = True
+
+    kind: Literal["diffusion_nft"] = "diffusion_nft"
+    beta: Annotated[float, Field(gt=0)] = 1.0
+    """Distance β of the positive and the negative velocity from the velocity before the update, relative to the
+    distance of the trained velocity. With a smaller β, the update may move further."""
+    advantage_clip: Annotated[float, Field(gt=0)] = 5.0
+    """Advantage from which on a picture counts as positive only, and from whose negative on as negative only. The
+    weight r of the positive part is 1/2 + advantage / (2 x advantage_clip), limited to 0 and 1."""
+
+
 class TargetLoss(Target):
     """User-defined loss: a subclass of `rheostat.models.config.policy_losses.PolicyLoss` (see "Extending" in the
     documentation)."""
 
 
 LossConfig = Annotated[
-    PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, Sapo, Gmpo, ClipCov, KlCov, Dppo, TargetLoss))
+    PolicyLoss,
+    OneOf((PpoClip, Gspo, Cispo, PolicyGradient, Sapo, Gmpo, ClipCov, KlCov, Dppo, DiffusionNft, TargetLoss)),
 ]

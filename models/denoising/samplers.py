@@ -18,7 +18,7 @@ from torch import Tensor
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import BadInput
 from rheostat.infra.variants import implementation_of
-from rheostat.models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampler, SdeSampler
+from rheostat.models.config.denoising import CpsSampler, DanceSampler, DdimSampler, OdeSampler, Sampler, SdeSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,12 @@ def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
 
     The log-prob of a step divides by the variance of its noise, so tiny changes of the mean at a step with less noise
     would outweigh all other steps. Such steps are at the end of a schedule. Flow-GRPO also omits the last step.
+
+    With a deterministic sampler, finished pictures are trained with new noise at the noise levels of the steps. The
+    result then contains the steps whose level is at least `MIN_NOISE`. DiffusionNFT also omits the last step.
     """
+    if sampler.is_deterministic:
+        return tuple(step for step, level in enumerate(schedule.levels[:-1]) if level >= MIN_NOISE)
     nothing_ND = torch.zeros(schedule.steps, 1)
     _, std_N = transition(sampler, nothing_ND, nothing_ND, torch.arange(schedule.steps), schedule)
     return tuple((std_N >= MIN_NOISE).nonzero().flatten().tolist())
@@ -243,6 +248,14 @@ def cps(
     moved_N = (1 - level_N) * noise_N - level_N * picture_N
     mean_ND = _mixed(x_ND, prediction_ND, kept_N=picture_N + noise_N, moved_N=moved_N)
     return mean_ND, (after_N * math.sin(angle)).to(mean_ND.dtype)
+
+
+def ode(
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: OdeSampler
+) -> tuple[Tensor, Tensor]:
+    """Return the next states of Euler steps along the velocity, and standard deviations of 0."""
+    mean_ND = deterministic(x_ND, prediction_ND, steps_N, schedule)
+    return mean_ND, torch.zeros(len(steps_N), dtype=mean_ND.dtype, device=mean_ND.device)
 
 
 def ddim(

@@ -75,7 +75,7 @@ def schedule_of(
     does not support the model's kind of prediction (velocity or noise).
     """
     if config.sampler.prediction_type != family.prediction_type:
-        fitting = "'ddim'" if family.prediction_type == "noise" else "'sde', 'dance' or 'cps'"
+        fitting = "'ddim'" if family.prediction_type == "noise" else "'sde', 'dance', 'cps' or 'ode'"
         raise BadInput(
             f"rollout.denoising.sampler.kind is {config.sampler.kind!r}, but {family.denoiser} predicts the "
             f"{family.prediction_type}. Set the kind to {fitting}."

@@ -138,7 +138,7 @@ class DiffusersImageEngine:
         for step in range(denoising.steps):
             started, steps_N = time.perf_counter(), torch.full((count,), step, device=self._device)
             prediction_ND = setup.predict(policy.model, states_ND, steps_N, conditions, empty_condition)
-            if step in noisy:
+            if step in noisy and not denoising.sampler.is_deterministic:
                 mean_ND, std_N = transition(denoising.sampler, states_ND, prediction_ND, steps_N, setup.schedule)
                 trail = trail or [states_ND]
                 states_ND = mean_ND + std_N[:, None] * self._sample_noise(noises, setup)
@@ -148,6 +148,8 @@ class DiffusersImageEngine:
                 states_ND = deterministic(states_ND, prediction_ND, steps_N, setup.schedule)
             self.progress += 1
             self._steps = self._steps.add(count, time.perf_counter() - started)
+        if noisy and denoising.sampler.is_deterministic:
+            trail = [states_ND]
         latents, seeds = states_ND.view(-1, *setup.shape), [seed for _, seed in rows]
         pictures = policy.latent_decoder.decode(latents, _split_rows(trail, count), seeds)
         steps = tuple(noisy) or tuple(range(denoising.steps))
@@ -170,7 +172,8 @@ class DiffusersImageEngine:
 
 def _split_rows(trail: Sequence[Tensor], count: int) -> list[States]:
     """Return the denoising states of each image that training needs, or one empty array per image if no step is
-    trained. `trail` contains the states of all images after each step."""
+    trained. `trail` contains the states of all images before the first trained step and after each of them, or only
+    the final states if the sampler is deterministic."""
     if not trail:
         return [np.empty((0, 0), np.float32)] * count
     return [*torch.stack([*trail], dim=1).cpu().numpy()]

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from rheostat.infra.store.bundles import fetch_bundle, has_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.denoising.forward_process import PictureErrors
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
-from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
+from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs, StepModule
 from rheostat.models.modeling.adapters import load_trainable
 from rheostat.models.modeling.critic import TokenValues, load_critic
 from rheostat.models.modeling.head import TopTokens
@@ -249,7 +252,7 @@ class LoadedModels:
         if self._denoising is not None:
             load = partial(load_denoiser, storage=choose_storage(self._update, ranks=self.ranks))
             denoiser = load_trainable(self._store, version, load=load, lora=self._update.lora)
-            return StepLogprobs(denoiser, self._build_setup(fetch_bundle(self._store, version.weights)), self.images)
+            return self._build_step_module(denoiser, fetch_bundle(self._store, version.weights))
         read = partial(load_policy, storage=choose_storage(self._update, ranks=self.ranks))
         model = load_trainable(self._store, version, load=read, lora=self._update.lora)
         freeze(model, self._update.freeze)
@@ -264,6 +267,12 @@ class LoadedModels:
                 attention=self._update.attention,
                 replays_experts=self._update.router_replay is not None,
             )
+
+    def _build_step_module(self, denoiser: nn.Module, directory: Path) -> StepModule:
+        """Return the module that computes the inputs of the configured loss with this denoiser, whose pipeline is in
+        `directory`."""
+        build = PictureErrors if self._update.loss.uses_forward_process else StepLogprobs
+        return build(denoiser, self._build_setup(directory), self.images)
 
     def _build_setup(self, directory: Path) -> GenerationSetup:
         assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
@@ -282,8 +291,7 @@ class LoadedModels:
             return self._build_frozen(version, update)
         directory = fetch_bundle(self._store, version.weights)
         denoiser = load_denoiser(directory, storage=choose_storage(update, ranks=self.ranks))
-        steps = StepLogprobs(denoiser, self._build_setup(directory), self.images)
-        return FrozenModel(steps, update, ranks=self.ranks)
+        return FrozenModel(self._build_step_module(denoiser, directory), update, ranks=self.ranks)
 
     def _build_teacher(self, version: ModelVersion) -> FrozenModel:
         top = TopTokens(self._top_k, self.policy.trainer.vocab_size) if self._top_k else None

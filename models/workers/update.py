@@ -31,6 +31,7 @@ from rheostat.models.training.auxiliary import (
     load_auxiliary_models,
     write_auxiliary_scores,
 )
+from rheostat.models.training.forward_steps import forward_metrics, take_forward_steps
 from rheostat.models.training.publishing import Put, make_version_durable
 from rheostat.models.training.ranks import join_ranks
 from rheostat.models.training.repeats import Repeater
@@ -162,7 +163,8 @@ class UpdateWorker:
         policy_metrics = dict[str, float]()
         if policy_steps_taken is not None:
             stale = self._update.max_staleness
-            policy_metrics = update_metrics(policy_steps_taken, samples, steps, max_staleness=stale)
+            summarize = forward_metrics if self._update.loss.uses_forward_process else update_metrics
+            policy_metrics = summarize(policy_steps_taken, samples, steps, max_staleness=stale)
         return Outcome(
             model=model,
             critic=critic,
@@ -310,6 +312,18 @@ class UpdateWorker:
             reference = models.reference(work.reference, policy=work.policy)
         models.announce_prompts(each for step in steps for batch in step.batches for each in batch.microbatch.inputs)
         timer.end("load")
+        if config.loss.uses_forward_process:
+            steps_taken = take_forward_steps(
+                trainer,
+                steps,
+                config=config,
+                reference=means,
+                kl_coefficient=work.kl_coefficient,
+                ranks=models.ranks,
+                on_progress=self._on_progress,
+            )
+            timer.end("steps")
+            return steps_taken
         extras = compute_extra_logprobs(
             trainer, steps, config=config, ranks=models.ranks, reference=reference, on_progress=self._on_progress
         )

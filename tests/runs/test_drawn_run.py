@@ -248,10 +248,11 @@ def engine_tokens(directory, text):
         ("update.zero_stage=3", "update.activation_checkpointing=true"),
         ("update.lora={rank=2}", "update.kl={kind='k3', coefficient=0.01}"),
         ("update.kl={kind='k3', coefficient=0.01}", "algorithm={kind='grpo', std='batch', advantage_clip=5}"),
+        ("rollout.denoising={steps=6, sampler={kind='ode'}, text_tokens=1}", "update.loss={kind='diffusion_nft'}"),
         ("rollout.denoising={steps=6, sampler={kind='sde'}, guidance=2.0, text_tokens=1}",),
         ("rollout.denoising={steps=6, sampler={kind='dance'}, text_tokens=1}", "update.dtype=bfloat16"),
     ],
-    ids=["zero2", "zero3", "lora-kl", "kl-batch-std", "sde-guidance", "dance-bfloat16"],
+    ids=["zero2", "zero3", "lora-kl", "kl-batch-std", "nft", "sde-guidance", "dance-bfloat16"],
 )
 def test_a_diffusion_policy_trains_with_other_parallelism_precision_and_samplers(
     changed, tmp_path, together, prefect_api

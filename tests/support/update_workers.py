@@ -173,6 +173,7 @@ class Job:
     follow: Callable[[str, Outcome], Sequence[Work]] | None = None
     """Function that returns further work from the run's directory and the last outcome."""
     algorithm: AlgorithmConfig | None = None
+    denoising: DenoisingConfig | None = None
     poisons: bool = False
     """Whether two updates follow: one in which a sample of one rank is not finite, and one in which all are finite."""
 
@@ -211,7 +212,9 @@ def _run_jobs(rank: int, ranks: int, port: int, uri: str, jobs: Mapping[str, Job
     found = {}
     head.elements_on = lambda device: 5 * 354  # five tokens at once, so that ranks have different numbers of chunks
     for name, job in jobs.items():
-        worker = start_worker(uri, job.config, algorithm=job.algorithm, rank=rank, ranks=ranks, port=port)
+        worker = start_worker(
+            uri, job.config, algorithm=job.algorithm, denoising=job.denoising, rank=rank, ranks=ranks, port=port
+        )
         outcomes = [perform(worker, work) for work in job.works]
         if job.follow is not None:
             outcomes += [perform(worker, work) for work in job.follow(uri, outcomes[-1])]
