@@ -210,7 +210,10 @@ def describe_losses(trained: Manifest) -> str:
     stride = -(-len(losses) // MAX_SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
     heldout = ""
-    if "heldout_accuracy" in metrics:
+    if "heldout_labels" in metrics:
+        steps, share = format_count(metrics["heldout_labels"], "held-out step"), metrics["heldout_right"]
+        heldout = f"; accuracy {metrics['heldout_accuracy']:.3f} on {steps}, of which {share:.1%} are right"
+    elif "heldout_accuracy" in metrics:
         right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
         heldout = (
             f"; accuracy {right:.3f} on {format_count(count, 'held-out pair')}, margin {metrics['heldout_margin']:.2f}"

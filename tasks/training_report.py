@@ -28,6 +28,10 @@ class TrainedModel(Settings):
     pairs."""
     pairs: int
     """Number of held-out pairs."""
+    step_accuracy: float | None = None
+    """Fraction of held-out steps whose label the model predicts, or None if it was not trained on step labels."""
+    steps: int = 0
+    """Number of held-out steps with a label."""
     heldout_loss_first: float | None = None
     """Mean loss on held-out chats before the training, or None if it was not trained on chats."""
     heldout_loss: float | None = None
@@ -44,11 +48,15 @@ class TrainedModel(Settings):
             if self.pair_accuracy is None
             else f", accuracy {self.pair_accuracy:.3f} on {format_count(self.pairs, 'held-out pair')}"
         )
+        steps = ""
+        if self.step_accuracy is not None:
+            steps = f", accuracy {self.step_accuracy:.3f} on {format_count(self.steps, 'held-out step')}"
         chats = ""
         if self.heldout_loss is not None and self.heldout_loss_first is not None:
             losses = f"{self.heldout_loss_first:.3f} to {self.heldout_loss:.3f}"
             chats = f", loss {losses} on {format_count(self.heldout_chats, 'held-out chat')}"
-        return f"{self.name}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} in {self.seconds:.0f} s{pairs}{chats}"
+        heldout = f"{pairs}{steps}{chats}"
+        return f"{self.name}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} in {self.seconds:.0f} s{heldout}"
 
 
 class TrainedPolicy(Settings):
@@ -119,13 +127,16 @@ async def report_rewards(open_run: OpenRun) -> TrainedRewards:
 
 def _describe_model(open_run: OpenRun, name: str, manifest: Manifest) -> TrainedModel:
     weights, has_chats = manifest.bundles["weights"], "heldout_chats" in manifest.metrics
+    accuracy, has_labels = manifest.metrics.get("heldout_accuracy"), "heldout_labels" in manifest.metrics
     return TrainedModel(
         name=name,
         path=directory_of(open_run.run, weights),
         digest=weights.digest,
         losses=losses_of(manifest),
-        pair_accuracy=manifest.metrics.get("heldout_accuracy"),
+        pair_accuracy=None if has_labels else accuracy,
         pairs=int(manifest.metrics.get("heldout_pairs", 0)),
+        step_accuracy=accuracy if has_labels else None,
+        steps=int(manifest.metrics.get("heldout_labels", 0)),
         heldout_loss_first=manifest.metrics.get("heldout_loss_first") if has_chats else None,
         heldout_loss=manifest.metrics.get("heldout_loss") if has_chats else None,
         heldout_chats=int(manifest.metrics.get("heldout_chats", 0)),

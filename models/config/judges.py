@@ -7,37 +7,20 @@ from pydantic import Field, field_validator
 from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.renamed import RenamedFrom
 from rheostat.infra.store.inputs import ModelLocation
-from rheostat.infra.variants import OneOf, Variant
+from rheostat.infra.variants import OneOf
 from rheostat.models.config.clip_rewards import ClipSettings
 from rheostat.models.config.endpoints import Endpoint
 from rheostat.models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from rheostat.models.config.policy import PolicySource, ScratchPolicy, TargetPolicy
-from rheostat.models.config.reward_terms import Granularity, RewardTerm, StepAggregation
+from rheostat.models.config.process_models import ProcessModelReward
+from rheostat.models.config.reward_terms import Granularity, ProbabilityAggregation, RewardTerm, StepAggregation
+from rheostat.models.config.served_models import HostedModelReward, ServedModel
 from rheostat.models.config.texts import AppendedTokens, ContinuingModel
 from rheostat.models.config.training import SupervisedWarmup
 from rheostat.models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig
 
 
 # ---- models behind rewards
-class ServedModel(Variant):
-    """Fields common to all models that compute rewards (judges and reward models). `implementation` names a
-    `rheostat.models.modeling.initial.ServedModelWriter`, which writes the model into the run."""
-
-    implementation = "rheostat.models.modeling.initial:refuse_to_write"
-    inspection: ClassVar[str]
-    """Import path `pkg.mod:function` of a `rheostat.models.inspection.other_models.ServedModelCheck`, which checks the
-    model before the run starts. Not defined for models that the run neither builds nor copies."""
-    training: ClassVar[str | None] = None
-    """Import path `pkg.mod:function` of a `rheostat.models.records.training_orders.TrainingOrder`, which returns the
-    work unit for training the model. None if the run does not train the model."""
-
-    @property
-    def begins_as_policy(self) -> bool:
-        """Whether the model starts as a copy of the policy, after the policy's supervised training (warm-up and
-        DPO)."""
-        return False
-
-
 class JudgeModel(ContinuingModel, ServedModel):
     """Fields common to all judge models (language models that rate completions)."""
 
@@ -241,7 +224,7 @@ class JudgeReward(RewardTerm):
         return "completion" if self.steps_verdict is None else "step"
 
     @property
-    def aggregation(self) -> StepAggregation:
+    def aggregation(self) -> StepAggregation | ProbabilityAggregation:
         """Method that combines the values of steps into one number per completion."""
         return super().aggregation if self.steps_verdict is None else self.steps_verdict.aggregate
 
@@ -291,38 +274,6 @@ class TrainedRewardModel(ServedModel):
 
 
 RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(discriminator="kind")]
-
-
-class HostedModelReward(RewardTerm):
-    """Fields common to rewards of discriminative models, which run in worker slots and compute one score for each
-    completion."""
-
-    implementation = "rheostat.models.workers.reward_model:RewardModelWorker"
-    checks = {"models": "rheostat.models.inspection.rewards:check_model"}
-    scorer: ClassVar[str]
-    """Import path `pkg.mod:Class` of the `rheostat.models.workers.reward_model.CompletionScorer` that runs the
-    model."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations."""
-    slots: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of worker slots that one replica of the reward model occupies."""
-
-    is_graded: ClassVar[bool] = True
-    votes: ClassVar[int] = 1
-    """Number of scores per completion: always 1."""
-    vote: ClassVar[Literal["mean"]] = "mean"
-    """Method that combines several scores of a completion. It has no effect, because there is only one."""
-    engine: ClassVar[None] = None
-    """Inference engine: always None, because reward models run in their worker without an engine."""
-    uses_rubric: ClassVar[bool] = False
-    """Whether the model rates each criterion of a rubric: always false, because it scores whole completions."""
-    steps_verdict: ClassVar[None] = None
-    """Settings of a verdict on steps: always None, because the model scores whole completions."""
-    generates_text: ClassVar[bool] = False
-    """Whether the model generates text: always false, because it scores a completion in one forward pass."""
-    endpoint: ClassVar[None] = None
-    """Endpoint of the model: always None, because reward models run in worker slots."""
 
 
 class ModelReward(HostedModelReward):
@@ -392,6 +343,6 @@ class ClipModelReward(HostedModelReward):
         return True
 
 
-ServedReward = JudgeReward | ModelReward | ClipModelReward
+ServedReward = JudgeReward | ModelReward | ProcessModelReward | ClipModelReward
 """Reward term that a model computes: a judge or a reward model. `implementation` names the class of the workers that
 run the model."""

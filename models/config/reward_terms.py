@@ -24,6 +24,8 @@ Granularity = Literal["completion", "step", "token", "turn"]
 
 StepAggregation = Literal["mean", "sum", "min"]
 
+ProbabilityAggregation = Literal["min", "product", "mean", "last"]
+
 
 class RewardTerm(Variant):
     """Fields common to all reward terms. The total reward of a completion is the weighted sum of its terms."""
@@ -73,7 +75,13 @@ class RewardTerm(Variant):
         return False
 
     @property
-    def aggregation(self) -> StepAggregation:
+    def model_steps(self) -> "Segmentation | None":
+        """Method that divides completions into the steps that a process reward model scores, or None if no such model
+        computes this reward."""
+        return None
+
+    @property
+    def aggregation(self) -> StepAggregation | ProbabilityAggregation:
         """Method that combines step, token or turn scores into one number per completion. Raises AssertionError for
         rewards that score whole completions."""
         raise AssertionError(

@@ -25,6 +25,7 @@ from rheostat.models.config.judges import (
 )
 from rheostat.models.config.outline import ModelOutline
 from rheostat.models.config.policy import PolicyConfig
+from rheostat.models.config.process_models import DirectoryProcessModel, ProcessModelReward
 from rheostat.models.config.teachers import TEACHER_KEY, Teacher, TeacherDirectory, TeacherEndpoint
 from rheostat.models.data.problems import Problem
 from rheostat.models.endpoints.prompt_logprobs import TokenScorer
@@ -205,6 +206,16 @@ def check_directory_reward_model(
     from rheostat.models.modeling.reward_model import check_reward_model
 
     return check_reward_model(fetch_path(model.path), reward.template)
+
+
+def check_directory_process_model(
+    reward: ProcessModelReward, model: DirectoryProcessModel, *, problems: Sequence[Problem], seed: int, gpus: float
+) -> int:
+    """Check the process reward model in an external directory, and return its number of parameters. Raises BadInput if
+    the model does not fit."""
+    from rheostat.models.modeling.process_model import check_process_model
+
+    return check_process_model(fetch_path(model.path))
 
 
 def check_clip_model(

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rheostat.infra.counts import format_count
 from rheostat.infra.errors import Damaged
 from rheostat.models.config.judges import Canaries, JudgeReward
+from rheostat.models.config.reward_terms import Segmentation
 from rheostat.models.config.verdicts import StepsVerdict
 from rheostat.models.data.rubrics import Rubric
 from rheostat.models.judges.chats import escape
@@ -175,6 +176,26 @@ def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict
         step_values(text, [judgement.steps for judgement in votes], verdict)
         for text, votes in zip(texts, _cast(verdicts, rollouts, term), strict=True)
     ]
+
+
+def read_step_values(
+    verdicts: pa.Table, rollouts: pa.Table, *, steps: Segmentation, term: str
+) -> list[StepValues | Judgement]:
+    """Return the scores of the steps of each completion by a process reward model, or the error if it has no scores.
+    `steps` is the method that divides completions into steps.
+
+    Raises Damaged if the two tables do not contain the same completions.
+    """
+    places = zip(verdicts["prompt_row"].to_pylist(), verdicts["sample"].to_pylist(), strict=True)
+    values = dict(zip(places, verdicts["step_values"].to_pylist(), strict=True))
+    results: list[StepValues | Judgement] = []
+    columns = (rollouts[name].to_pylist() for name in ("prompt_row", "sample", "completion"))
+    for [judgement], (row, sample, text) in zip(
+        _cast(verdicts, rollouts, term), zip(*columns, strict=True), strict=True
+    ):
+        scores, lengths = values[row, sample], map(len, split_steps(text, steps))
+        results.append(judgement if scores is None else StepValues(tuple(lengths), tuple(scores)))
+    return results
 
 
 def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verdict: StepsVerdict) -> StepValues:

@@ -4,6 +4,7 @@ Shapes: B rows, T padded width, N completion tokens, H hidden size.
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -57,12 +58,18 @@ def load_critic(directory: Path, *, storage: ParameterStorage | None = None) -> 
     )
 
 
-def critic_from_policy(policy: Path, *, storage: ParameterStorage | None = None) -> PreTrainedModel:
+def critic_from_policy(
+    policy: Path,
+    *,
+    storage: ParameterStorage | None = None,
+    build: Callable[[PretrainedConfig], PreTrainedModel] | None = None,
+) -> PreTrainedModel:
     """Build a critic from a policy's decoder and a new head that is initialized to zero, so that every value is 0 at
-    first. `storage` describes how the parameters are stored, by default in float32 on the CPU."""
+    first. `storage` describes how the parameters are stored, by default in float32 on the CPU. `build` creates the
+    classifier whose decoder is replaced, by default a sequence classifier with one output."""
     decoder = load_policy(policy, storage=storage)
     with lock_model_construction(), torch.device("meta"):  # without a second decoder in memory
-        critic = _build_classifier(decoder.config)
+        critic = (build or _build_classifier)(decoder.config)
     place = next(name for name, child in critic.named_children() if child is find_trunk(critic))
     setattr(critic, place, find_trunk(decoder))
     head = _require_head(critic, source=f"of {decoder.config.model_type}").to_empty(device=decoder.device)

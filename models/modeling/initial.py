@@ -18,17 +18,19 @@ from rheostat.models.config.judges import (
     JudgeReward,
     ModelReward,
     PolicyShape,
-    ServedModel,
     ServedReward,
     TrainedJudge,
 )
 from rheostat.models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy
+from rheostat.models.config.process_models import DirectoryProcessModel, ProcessModelReward
+from rheostat.models.config.served_models import ServedModel
 from rheostat.models.config.users import DirectoryUser, TrainedUser, UserModel
 from rheostat.models.data.problems import Problem, load_problems
 from rheostat.models.environments.user_view import user_texts
 from rheostat.models.judges.prompts import vocabulary_texts
 from rheostat.models.modeling.directory import check_directory, copy_directory, copy_policy, record_context
 from rheostat.models.modeling.policy import build_scratch, save_policy
+from rheostat.models.modeling.process_model import check_process_model
 from rheostat.models.modeling.reward_model import check_reward_model
 from rheostat.models.modeling.weighted_sum import find_method, find_parents, write_merge
 from rheostat.models.records.merges import MergeWork
@@ -130,6 +132,16 @@ def write_reward_model(
 ) -> int:
     """Check a reward model in an external directory, copy it into `directory`, and return its number of parameters."""
     parameters = check_reward_model(source := fetch_path(model.path), reward.template)
+    copy_directory(source, directory)
+    return parameters
+
+
+def write_process_model(
+    reward: ProcessModelReward, model: DirectoryProcessModel, directory: Path, *, problems: Sequence[Problem], seed: int
+) -> int:
+    """Check a process reward model in an external directory, copy it into `directory`, and return its number of
+    parameters."""
+    parameters = check_process_model(source := fetch_path(model.path))
     copy_directory(source, directory)
     return parameters
 

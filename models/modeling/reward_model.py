@@ -4,10 +4,10 @@ Shapes: B rows of one micro-batch, T its padded width.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -26,13 +26,34 @@ from rheostat.models.config.context import usable_context
 from rheostat.models.modeling.batching import pack
 from rheostat.models.modeling.directory import weight_files
 from rheostat.models.modeling.layout import MicroBatch, lay_out
-from rheostat.models.modeling.policy import first_line, load_weights
+from rheostat.models.modeling.policy import Architecture, first_line, load_weights
 from rheostat.models.records.model_input import ModelInput
 from rheostat.models.text.sequences import require_completion
 from rheostat.models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 ENDLESS: Final = 10**9
 """Smallest value of a tokenizer's `model_max_length` that means "no limit"."""
+
+
+class ClassifierKind(NamedTuple):
+    """Kind of classifier that can be loaded as a reward model."""
+
+    architecture: Architecture
+    class_names: Mapping[str, str]
+    """Name of the class in transformers for each `model_type`."""
+    noun: str
+    num_labels: int
+    outputs: str
+    """Description of the outputs for messages."""
+
+
+SEQUENCE_CLASSIFIER: Final = ClassifierKind(
+    AutoModelForSequenceClassification,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    noun="sequence classifier",
+    num_labels=1,
+    outputs="one output, which is the score",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +79,8 @@ class ScoredTexts:
 
     value: float | None
     error: str | None
+    steps: tuple[float, ...] | None = None
+    """Score of each step of the text. None if there is no score, or if the model scores whole texts."""
 
 
 def check_reward_model(path: Path, template: str | None = None) -> int:
@@ -67,7 +90,13 @@ def check_reward_model(path: Path, template: str | None = None) -> int:
     return int(load_reward_model(path, device="meta").model.num_parameters())
 
 
-def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:
+def load_reward_model(
+    path: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    kind: ClassifierKind = SEQUENCE_CLASSIFIER,
+) -> RewardModel:
     """Load a reward model's weights and tokenizer. On the `meta` device, load only names and shapes of the weights.
 
     Raises BadInput if loading fails.
@@ -78,13 +107,13 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
         check_untrusted_files(path)
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
-    config = _load_config(path)
+    config = _load_config(path, kind)
     try:
         weight_files(path)
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
     tokenizer = _load_tokenizer(path)
-    model = load_weights(AutoModelForSequenceClassification, path, what="reward model", device=device, dtype=dtype)
+    model = load_weights(kind.architecture, path, what="reward model", device=device, dtype=dtype)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
             f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for only "
@@ -109,7 +138,7 @@ def score(
     """Score texts with a reward model and return one result per input, in order. Inputs of similar lengths share a
     forward pass of at most `batch_tokens` padded tokens. After each forward pass, `on_pass` is called with the number
     of its rows and its duration in seconds. An empty input, or one longer than the context, gets no score."""
-    scores = [_check_length(len(each), reward.context) for each in inputs]
+    scores = [check_length(len(each), reward.context) for each in inputs]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
     budget = batch_tokens if reward.pad is not None else 0
     for rows in pack(fit, [len(each) for each in inputs], budget=budget):
@@ -121,7 +150,8 @@ def score(
     return scores
 
 
-def _check_length(length: int, context: int) -> ScoredTexts:
+def check_length(length: int, context: int) -> ScoredTexts:
+    """Return a result without a score, with an error if a text of `length` tokens is empty or exceeds the context."""
     if 0 < length <= context:
         return ScoredTexts(None, None)
     return ScoredTexts(None, f"the text has {length} tokens, expected 1 to {context}")
@@ -139,7 +169,7 @@ def _score_batch(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
     return values_B
 
 
-def _load_config(path: Path) -> PretrainedConfig:
+def _load_config(path: Path, kind: ClassifierKind) -> PretrainedConfig:
     where = path / "config.json"
     if not where.is_file():
         raise BadInput(
@@ -153,22 +183,22 @@ def _load_config(path: Path) -> PretrainedConfig:
             f"{where}: transformers cannot load the configuration: {first_line(error)}. Use a complete copy of the "
             "model"
         ) from error
-    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    classifier = kind.class_names.get(config.model_type)
     if classifier is None:
         raise BadInput(
-            f"{where}: model_type is {config.model_type!r}, for which transformers has no sequence classifier. Use "
-            "another model"
+            f"{where}: model_type is {config.model_type!r}, for which transformers has no {kind.noun}. "
+            "Use another model"
         )
     if config.architectures != [classifier]:
         architectures = ", ".join(config.architectures or ["no architecture"])
         raise BadInput(
-            f"{where}: the architecture must be the sequence classifier {classifier}, found {architectures}. Use a "
+            f"{where}: the architecture must be the {kind.noun} {classifier}, found {architectures}. Use a "
             "model that was trained as a classifier"
         )
-    if config.num_labels != 1:
+    if config.num_labels != kind.num_labels:
         raise BadInput(
-            f"{where}: the classifier must have one output, which is the score, but it has {config.num_labels} "
-            "labels. Use another model"
+            f"{where}: the classifier must have {kind.outputs}, but it has {config.num_labels} labels. Use another "
+            "model"
         )
     return config
 

@@ -184,6 +184,7 @@ VERDICT_SCHEMA = pa.schema(
         ("text", pa.string()),  # the judge's answer, shortened if very long; null if no text is generated
         ("value", pa.float64()),  # reward; null if invalid
         ("steps", pa.list_(pa.int32())),  # flagged steps for verdicts of kind steps; null if invalid
+        ("step_values", pa.list_(pa.float64())),  # scores of all steps by a process reward model; null if invalid
         ("error", pa.string()),  # reason why the answer is invalid
         ("tokens", pa.int32()),  # tokens of the answer
     ]
@@ -221,7 +222,7 @@ KINDS: Final = declare_kinds(
     ShardKind("rollouts", ROLLOUT_SCHEMA, version=2, missing=_ROLLOUT_ADDITIONS),
     ShardKind("unfinished", ROLLOUT_SCHEMA, version=2, missing=_ROLLOUT_ADDITIONS),
     ShardKind("scores", score_schema(())),
-    ShardKind("verdicts", VERDICT_SCHEMA),
+    ShardKind("verdicts", VERDICT_SCHEMA, version=2, missing={"step_values": None}),
     ShardKind("estimates", ESTIMATE_SCHEMA),
     ShardKind("samples", SAMPLE_SCHEMA, missing={"images": []}),
 )

@@ -6,8 +6,11 @@ from rheostat.infra.plugins import find_target
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.process_models import ProcessModelReward, TrainedProcessModel
 from rheostat.models.records.versions import ModelVersion
-from rheostat.models.records.work import JudgeWarmupWork, RewardModelWork
+from rheostat.models.records.work import JudgeWarmupWork, ProcessModelWork, RewardModelWork
+
+TrainingWork = JudgeWarmupWork | RewardModelWork | ProcessModelWork
 
 
 class TrainingOrder(Protocol):
@@ -24,14 +27,14 @@ class TrainingOrder(Protocol):
         data: DataConfig,
         preferences: PreferencesConfig | None,
         seed: int,
-    ) -> JudgeWarmupWork | RewardModelWork:
+    ) -> TrainingWork:
         """Return the request; `base` is the model before its training."""
         ...
 
 
 def order_training(
     base: ModelVersion, reward: ServedReward, *, data: DataConfig, preferences: PreferencesConfig | None, seed: int
-) -> JudgeWarmupWork | RewardModelWork | None:
+) -> TrainingWork | None:
     """Create the request to train the model behind a reward. Returns None if the run does not train this model."""
     model = reward.model
     if model.training is None:
@@ -66,3 +69,17 @@ def order_reward_model_training(
     `base`."""
     assert preferences is not None, "a configuration with a trained reward model has preferences"
     return RewardModelWork(base, data, preferences, model, reward.template, seed, reward.chat_prompt)
+
+
+def order_process_model_training(
+    base: ModelVersion,
+    reward: ProcessModelReward,
+    model: TrainedProcessModel,
+    *,
+    data: DataConfig,
+    preferences: PreferencesConfig | None,
+    seed: int,
+) -> ProcessModelWork:
+    """Create the request to train the process reward model `model` on its step labels, starting from the version
+    `base`."""
+    return ProcessModelWork(base, model, reward.separator, seed)

@@ -16,6 +16,7 @@ from rheostat.models.config.images import PixelLimits
 from rheostat.models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
 from rheostat.models.config.policy import PolicyConfig
 from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.process_models import TrainedProcessModel
 from rheostat.models.config.rollout import DynamicSampling, PartialRollout
 from rheostat.models.config.teachers import TEACHER_KEY, TeacherDirectory
 from rheostat.models.config.training import DpoConfig, SupervisedWarmup, WarmupConfig
@@ -367,6 +368,26 @@ class RewardModelWork:
     def course(self) -> str:
         """Number of training steps and of pairs per step, as text for messages."""
         return f"{self.training.steps} steps of {self.training.batch_size} pairs"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessModelWork:
+    """Request to train a process reward model on step labels: a policy with a new head of two outputs. Every rank
+    receives the same record."""
+
+    method: ClassVar[str] = "train_process_model"
+    """Name of the update worker's method that handles this request."""
+    policy: ModelVersion
+    """Policy from whose weights, except the output layer, the process reward model is initialized."""
+    training: TrainedProcessModel
+    separator: str
+    """Text that the model reads after each step, which must be the same as for scoring."""
+    seed: int
+
+    @property
+    def course(self) -> str:
+        """Number of training steps and of solutions per step, as text for messages."""
+        return f"{self.training.steps} steps of {self.training.batch_size} solutions"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from statistics import fmean
 from typing import Final, Literal, assert_never
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from rheostat.models.config.reward_terms import BlankLines, PatternSteps, Segmentation
 
-Aggregate = Literal["mean", "sum", "min"]
+Aggregate = Literal["mean", "sum", "min", "product", "last"]
 """Name of the function that combines the scores of a completion's steps, tokens or turns into one number."""
 
 _BLANK: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
@@ -59,6 +60,10 @@ def aggregate(values: Sequence[float], how: Aggregate) -> float:
             return float(sum(values))
         case "min":
             return min(values)
+        case "product":
+            return prod(values)
+        case "last":
+            return values[-1]
         case _:
             assert_never(how)
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from random import Random
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rheostat.infra.errors import Quarantined
 from rheostat.models.config.judges import TrainedRewardModel
+from rheostat.models.config.process_models import TrainedProcessModel
 from rheostat.models.config.training import DpoConfig, SupervisedWarmup
 from rheostat.models.modeling.batching import Rows, Sequences, plan_step
 from rheostat.models.modeling.layout import MicroBatch, lay_out
@@ -27,6 +29,10 @@ LAST_STEPS = 20
 """Number of last training steps over which final metrics and reported losses are averaged."""
 
 CURVE_POINTS = 50
+
+Row = TypeVar("Row")
+Schedule = SupervisedWarmup | DpoConfig | TrainedRewardModel | TrainedProcessModel
+"""Settings of a training on fixed data, with its number of steps and its peak learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +78,7 @@ def report_steps(
         callbacks.on_steps(done, steps, float(recent))
 
 
-def take_step(
-    trainer: Trainer, index: int, schedule: SupervisedWarmup | DpoConfig | TrainedRewardModel, *, where: str
-) -> None:
+def take_step(trainer: Trainer, index: int, schedule: Schedule, *, where: str) -> None:
     """Take optimizer step `index`. The learning rate warms up over the first 5% of the steps of `schedule` and decays
     by a cosine to a tenth. Raises Quarantined, with `where` as the name of the step, if the gradient norm is not
     finite."""
@@ -133,7 +137,9 @@ def train_on_preferences(
     learner = _PairTraining(
         trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress
     )
-    batches = [learner.prepare(pairs) for pairs in _sample_batches(work)]
+    schedule = work.schedule
+    sampled = sample_batches(work.train, steps=schedule.steps, batch_size=schedule.batch_size, seed=work.seed)
+    batches = [learner.prepare(pairs) for pairs in sampled]
     heldout = learner.prepare(work.heldout)
     tallies: list[Tensor] = []
     for index, batch in enumerate(batches):
@@ -145,14 +151,15 @@ def train_on_preferences(
     return _build_metrics(sums_SQ.cpu(), work)
 
 
-def _sample_batches(work: PreferenceTraining) -> Iterator[list[SequencePair]]:
-    """Yield the pairs of each training step. Every epoch contains all training pairs in a new random order."""
-    rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
-    for _ in range(work.schedule.steps):
-        while len(rows) < size:
-            rows += rng.sample(range(len(work.train)), k=len(work.train))
-        yield [work.train[row] for row in rows[:size]]
-        rows = rows[size:]
+def sample_batches(train: Sequence[Row], *, steps: int, batch_size: int, seed: int) -> Iterator[list[Row]]:
+    """Yield the pairs, or other rows, of each training step. Every epoch contains all training rows in a new random
+    order."""
+    rng, rows = Random(f"{seed}/pairs"), list[int]()
+    for _ in range(steps):
+        while len(rows) < batch_size:
+            rows += rng.sample(range(len(train)), k=len(train))
+        yield [train[row] for row in rows[:batch_size]]
+        rows = rows[batch_size:]
 
 
 @dataclass(frozen=True, slots=True)

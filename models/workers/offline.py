@@ -25,6 +25,7 @@ from rheostat.models.data.images import digest_of
 from rheostat.models.data.preferences import Preference, load_preferences
 from rheostat.models.data.problems import Problem
 from rheostat.models.data.reading import report_reading
+from rheostat.models.data.step_labels import load_step_labels
 from rheostat.models.data.training_chats import load_chats, order_chats
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser, read_pipeline
@@ -37,6 +38,7 @@ from rheostat.models.modeling.batching import Sequences
 from rheostat.models.modeling.critic import TokenValues, critic_from_policy
 from rheostat.models.modeling.logprobs import TokenLogprobs
 from rheostat.models.modeling.policy import load_policy, load_vision
+from rheostat.models.modeling.process_model import StepLogits, build_token_classifier
 from rheostat.models.modeling.trials import float32_trials
 from rheostat.models.objectives.preferences import (
     PairScores,
@@ -50,11 +52,13 @@ from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import (
     JudgeWarmupWork,
     PreferenceWork,
+    ProcessModelWork,
     RewardModelWork,
     UserWarmupWork,
     WarmupWork,
 )
 from rheostat.models.text.sequences import SequencePair, mismatch_pairs, policy_pairs, reward_pairs
+from rheostat.models.text.step_inputs import encode_solutions
 from rheostat.models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
 from rheostat.models.text.training_rows import enforce_chat_length
 from rheostat.models.training.offline import (
@@ -65,6 +69,7 @@ from rheostat.models.training.offline import (
 )
 from rheostat.models.training.ranks import Ranks
 from rheostat.models.training.sharding import choose_storage
+from rheostat.models.training.step_labels import StepLabelTraining, train_on_step_labels
 from rheostat.models.training.supervised import (
     SupervisedData,
     encode_chats,
@@ -215,6 +220,33 @@ class OfflineTrainer:
         outcome = self._learn(work.policy, learning, self._rewards)
         return _with_dropped(outcome, work.preferences, sum(map(len, pairs)) - len(train) - len(heldout))
 
+    def train_process_model(self, work: ProcessModelWork) -> Outcome:
+        """Train a process reward model, which is the policy's decoder with a new head, to predict the labels of steps.
+        Publish the process reward model."""
+        directory = fetch_bundle(self._store, work.policy.weights)
+        tokenizer, context = load_tokenizer(directory), policy_context(directory)
+        splits, drop = (
+            [load_step_labels(work.training.labels, split) for split in ("train", "heldout")],
+            (work.training.labels.drop),
+        )
+        train, heldout = (
+            encode_solutions(rows, tokenizer, separator=work.separator, context=context, drop_long="too_long" in drop)
+            for rows, _ in splits
+        )
+        learning = StepLabelTraining(train, heldout, schedule=work.training, seed=work.seed)
+
+        def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
+            budget = self._update.microbatch_tokens
+            return train_on_step_labels(
+                trainer, learning, microbatch_tokens=budget, ranks=self._ranks, callbacks=callbacks
+            )
+
+        outcome = self._train(work.policy, self._step_logits, learn, ranks=self._ranks)
+        num_long = sum(len(rows) for rows, _ in splits) - len(train) - len(heldout)
+        dropped = {"empty": sum(count for _, count in splits), "too_long": num_long}
+        counts = {f"dropped_{reason}": float(dropped[reason]) for reason in sorted(drop)}
+        return replace(outcome, metrics={**(outcome.metrics or {}), **counts})
+
     def _fine_tune(
         self,
         model: ModelVersion,
@@ -332,6 +364,12 @@ class OfflineTrainer:
         model.config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
         with float32_trials():
             return TokenValues(model, attention=self._update.attention)
+
+    def _step_logits(self, version: ModelVersion) -> StepLogits:
+        directory, storage = fetch_bundle(self._store, version.weights), choose_storage(self._update, ranks=self._ranks)
+        model = critic_from_policy(directory, storage=storage, build=build_token_classifier)
+        with float32_trials():
+            return StepLogits(model, attention=self._update.attention)
 
 
 def _both(preferences: PreferencesConfig, data: DataConfig, seed: int) -> tuple[list[Preference], list[Preference]]:

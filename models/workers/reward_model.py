@@ -15,7 +15,8 @@ from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.runs import run_store
 from rheostat.infra.store.shards import read_shard, write_shard
-from rheostat.models.config.judges import HostedModelReward, ModelReward
+from rheostat.models.config.judges import ModelReward
+from rheostat.models.config.served_models import HostedModelReward
 from rheostat.models.data.problems import NO_ARGUMENTS, Message
 from rheostat.models.engines.device import choose_device
 from rheostat.models.engines.protocol import StepSums
@@ -172,6 +173,7 @@ def _table(rollouts: pa.Table, scores: list[ScoredTexts]) -> pa.Table:
         "text": [None] * count,
         "value": [scored.value for scored in scores],
         "steps": [None] * count,
+        "step_values": [scored.steps for scored in scores],
         "error": [scored.error for scored in scores],
         "tokens": [0] * count,
     }

@@ -21,7 +21,7 @@ from rheostat.models.credit.comparison import compare_advantages, compare_reward
 from rheostat.models.credit.inputs import term_columns
 from rheostat.models.credit.selection import GroupQuota, informative_prompts
 from rheostat.models.judges.verdicts import Judgement
-from rheostat.models.judges.votes import tally, tally_steps
+from rheostat.models.judges.votes import read_step_values, tally, tally_steps
 from rheostat.models.records.columns import select_rows
 from rheostat.models.records.media import Media
 from rheostat.models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_optional
@@ -238,6 +238,8 @@ def _tally_verdicts(
 ) -> Sequence[Judgement | StepValues]:
     if reward.steps_verdict is not None:
         return tally_steps(verdicts, rollouts, verdict=reward.steps_verdict, term=term)
+    if reward.model_steps is not None:
+        return read_step_values(verdicts, rollouts, steps=reward.model_steps, term=term)
     return tally(verdicts, rollouts, vote=reward.vote, term=term)
 
 

@@ -20,6 +20,7 @@ from rheostat.models.records.work import (
     EstimateWork,
     JudgeWarmupWork,
     PreferenceWork,
+    ProcessModelWork,
     RewardModelWork,
     UpdateWork,
     UserWarmupWork,
@@ -238,6 +239,10 @@ class UpdateWorker:
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
         """Train a reward model on preference pairs and publish it."""
         return self._offline().train_reward_model(work)
+
+    def train_process_model(self, work: ProcessModelWork) -> Outcome:
+        """Train a process reward model on step labels and publish it."""
+        return self._offline().train_process_model(work)
 
     def _offline(self) -> OfflineTrainer:
         """Release the memory of policy and critic, and return a trainer for fixed data such as worked examples."""

@@ -366,7 +366,8 @@ def require_part(command: str, config: RunConfig) -> None:
             )
         case "reward-model" if not _trains_rewards(config):
             raise BadInput(
-                f"Run {config.name!r} trains no reward model. Set model.kind = 'trained' in a reward of kind 'model'."
+                f"Run {config.name!r} trains no reward model. Set model.kind = 'trained' in a reward of kind 'model' "
+                "or 'process_model'."
             )
 
 

@@ -26,7 +26,7 @@ from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.modeling import head
 from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion, Outcome
-from rheostat.models.records.work import EstimateWork, PreferenceWork, RewardModelWork, UpdateWork
+from rheostat.models.records.work import EstimateWork, PreferenceWork, ProcessModelWork, RewardModelWork, UpdateWork
 from rheostat.models.workers.update import UpdateWorker
 from tests.support.jobs import wait_for
 from tests.support.processes import preload
@@ -161,7 +161,7 @@ def bytes_moved(act: Callable[[], object], monkeypatch) -> tuple[int, int]:
 
 
 # ---- several ranks
-Work = UpdateWork | EstimateWork | PreferenceWork | RewardModelWork
+Work = UpdateWork | EstimateWork | PreferenceWork | RewardModelWork | ProcessModelWork
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,8 @@ def perform(worker: UpdateWorker, work: Work) -> Outcome:
             return worker.prefer(work)
         case RewardModelWork():
             return worker.train_reward_model(work)
+        case ProcessModelWork():
+            return worker.train_process_model(work)
         case _:
             return worker.update(work)
 
