@@ -149,11 +149,12 @@ def find_code(good: Run, bad: Run, *, good_folder: Path | None, bad_folder: Path
 
 _VERSIONS: Final = """
 import json, platform, sys
+from rheostat.infra.terminal import write
 from rheostat.tasks.run.target_sources import library_version, rheostat_version
 versions = {name: platform.python_version() if name == "python" else library_version(name) for name in sys.argv[1:]}
-print(json.dumps({**versions, "rheostat": rheostat_version()}))
+write(json.dumps({**versions, "rheostat": rheostat_version()}))
 """
-"""Program that prints the versions of Rheostat, Python and some libraries as JSON."""
+"""Program that writes the versions of Rheostat, Python and some libraries as JSON."""
 _VERSIONS_SECONDS: Final = 300.0
 
 
