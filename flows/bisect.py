@@ -48,7 +48,7 @@ from rheostat.tasks.views.metrics import sealed_iterations
 logger = logging.getLogger(__name__)
 
 STEP_MODULE = "rheostat.flows.cli.bisect_step"
-"""Module of the processes that train and evaluate forks with different code."""
+"""Module of the processes that train and evaluate forks with different code or libraries."""
 
 
 @flow(name="bisect", flow_run_name="{request.name}", validate_parameters=True)
@@ -57,9 +57,9 @@ async def bisect(
     max_forks: Annotated[int, Field(ge=0)] | None = None,
     max_hours: Annotated[float, Field(ge=0)] | None = None,
 ) -> BisectResult:
-    """Find out which difference between two runs made one of them worse: settings, training prompts, code or the number
-    of iterations. Trains forks of the worse run with some differences undone, and halves their number each time. If the
-    flow is started again with the same arguments, it continues.
+    """Find out which difference between two runs made one of them worse: settings, training prompts, code, libraries or
+    the number of iterations. Trains forks of the worse run with some differences undone, and halves their number each
+    time. If the flow is started again with the same arguments, it continues.
 
     Args:
         request: Runs to compare, and settings of the bisection.
@@ -135,25 +135,29 @@ async def _train_trial(bisection: Bisection, number: int, undone: tuple[int, ...
 
 
 async def _train_and_evaluate(bisection: Bisection, fork: TrialFork, number: int, undone: tuple[int, ...]) -> None:
-    request, folder = bisection.request, bisection.code_folder(undone)
+    request, folder, python = bisection.request, bisection.code_folder(undone), bisection.python(undone)
     training, evaluations = BisectionStep(request=request, fork=fork), {fork_side(number): fork.name}
-    if folder == bisection.code.good:
+    if folder == bisection.code.good and python is None:
         await _run_missing_step(bisection, training.model_copy(update={"evaluations": evaluations}))
     else:
-        await _run_missing_step(bisection, training, folder)
+        await _run_missing_step(bisection, training, folder, python)
         await _run_missing_step(bisection, BisectionStep(request=request, evaluations=evaluations))
 
 
-async def _run_missing_step(bisection: Bisection, step: BisectionStep, folder: Path | None = None) -> None:
-    """Run a step if its results are not stored. If this process would import other code of the user, run it in a
-    separate process, which searches modules in `folder` first (default: the folder of the better run)."""
+async def _run_missing_step(
+    bisection: Bisection, step: BisectionStep, folder: Path | None = None, python: Path | None = None
+) -> None:
+    """Run a step if its results are not stored. If this process would import other code of the user, or if the step
+    needs another Python interpreter `python`, run it in a separate process, which searches modules in `folder` first
+    (default: the folder of the better run)."""
     if await asyncio.to_thread(_is_done, step):
         return
     code = bisection.code
-    if not code.are_separate:
+    if not code.are_separate and python is None:
         await run_step(step)
         return
-    await run_module(STEP_MODULE, step.model_dump_json(), folder=folder or code.good, others=[code.good, code.bad])
+    others = [code.good, code.bad]
+    await run_module(STEP_MODULE, step.model_dump_json(), folder=folder or code.good, others=others, python=python)
 
 
 def _is_done(step: BisectionStep) -> bool:

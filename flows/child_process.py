@@ -29,9 +29,12 @@ def build_prefect_environment() -> dict[str, str]:
     return {name: str(value) for name, value in variables.items() if value}
 
 
-async def run_module(module: str, document: str, *, folder: Path, others: Sequence[Path]) -> None:
+async def run_module(
+    module: str, document: str, *, folder: Path, others: Sequence[Path], python: Path | None = None
+) -> None:
     """Run `python -m MODULE PID` in a folder, with a document on its standard input, and wait for its end. PID is the
-    id of this process. The child process exits when this process exits.
+    id of this process. The child process exits when this process exits. `python` is the interpreter, or None for the
+    present one.
 
     The user's modules are searched in `folder` first, and then in the folders `others`. Progress goes to the standard
     error output. Raises the error of Rheostat whose name and message the process has written to its standard output, or
@@ -39,7 +42,7 @@ async def run_module(module: str, document: str, *, folder: Path, others: Sequen
     """
     folders = dict.fromkeys([*target_folders()[1:], *map(str, others)])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", module, str(os.getpid())),
+        *(str(python or sys.executable), "-P", "-m", module, str(os.getpid())),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=folder,

@@ -46,6 +46,14 @@ class BisectOptions:
 
     good_code: Annotated[CodeFolder, Parameter(help="folder with the code of GOOD, such as its rewards")] = None
     bad_code: Annotated[CodeFolder, Parameter(help="folder with the code of BAD, such as its rewards")] = None
+    good_python: Annotated[
+        Path | None,
+        Parameter(
+            metavar="PATH",
+            show_default="libraries are not tested",
+            help="Python interpreter of an environment with the libraries of GOOD and this version of Rheostat",
+        ),
+    ] = None
     row_ranges: Annotated[
         int,
         Parameter(
@@ -99,6 +107,7 @@ def bisect(
         overrides=overrides,
         good_code=options.good_code,
         bad_code=options.bad_code,
+        good_python=options.good_python,
         num_row_ranges=options.row_ranges,
         accept_change=options.accept_change,
     )

@@ -10,7 +10,7 @@ The weights of the parts can follow the solve rates, too.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from itertools import count as counted
@@ -147,15 +147,16 @@ def take_rows(
     """Return the indices of the next `count` distinct prompt rows, and the cursor after them.
 
     Rows in `taken`, which the iteration already uses, are not issued again in this iteration. If the stream yields such
-    a row, it is added to `returned` and issued later. Rows in `excluded` are never issued. Raises ValueError if there
-    are fewer than `count` other rows.
+    a row, it is added to `returned` and issued later. Rows in `excluded` are never issued. A random other row takes the
+    place of an excluded row, so that all other rows keep their places and the position does not depend on `excluded`.
+    Raises ValueError if there are fewer than `count` other rows.
     """
-    others, never = frozenset(taken) | frozenset(excluded), frozenset(excluded)
-    if not 0 <= count <= order.num_prompts - len(others):
+    others, never = frozenset(taken), frozenset(excluded)
+    if not 0 <= count <= order.num_prompts - len(others | never):
         raise ValueError(
             f"{format_count(count, 'new prompt was', 'new prompts were')} requested for one iteration, but only "
-            f"{order.num_prompts - len(others)} of {order.num_prompts} are not yet used in it. Request at most that "
-            "number"
+            f"{order.num_prompts - len(others | never)} of {order.num_prompts} are not yet used in it. Request at most "
+            "that number"
         )
     rows: dict[int, None] = {}
     waiting: list[int] = []
@@ -169,10 +170,8 @@ def take_rows(
         part, place, candidates = next(stream)
         position += 1
         drawn[part] += 1
-        allowed = [row for row in candidates if row not in never]
+        allowed = [row for row in candidates if row not in never] or candidates[:1]
         unused = [row for row in allowed if row not in others and row not in rows]
-        if not allowed:
-            continue
         row = allowed[0] if order.choice is None else order.choice.choose(place, unused or allowed)
         if unused:
             rows[row] = None
@@ -183,7 +182,31 @@ def take_rows(
         returned=tuple(row for row in waiting if row not in never),
         drawn=tuple(drawn) if order.weights or cursor.drawn else (),
     )
-    return tuple(rows), after
+    return _replace(rows, order, position, used=others | rows.keys(), excluded=never), after
+
+
+def _replace(
+    rows: Iterable[int], order: PromptOrder, position: int, *, used: Set[int], excluded: Set[int]
+) -> tuple[int, ...]:
+    """Return the rows with another row in the place of each excluded row.
+
+    The other rows are sampled from the rows that are neither excluded nor in `used`, if possible from the same part as
+    the excluded row. The choice depends only on the seed and on `position`, the position in the stream after the rows.
+    """
+    if excluded.isdisjoint(rows := tuple(rows)):
+        return rows
+    seed = derive_seed(order.seed, "replacements")
+    free = dict.fromkeys(_permutation(position, num_prompts=order.num_prompts, seed=seed))
+    for row in used | excluded:
+        free.pop(row, None)
+    replaced = list[int]()
+    for row in rows:
+        if row in excluded:
+            part = next((part.rows for part in order.parts if row in part.rows), range(order.num_prompts))
+            row = next((other for other in free if other in part), next(iter(free)))
+            del free[row]
+        replaced.append(row)
+    return tuple(replaced)
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:

@@ -1,10 +1,13 @@
 """Checks of the two runs of a bisection, and search for their code."""
 
 import itertools
+import json
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rheostat.infra.config import changed_keys
 from rheostat.infra.counts import format_count
@@ -16,10 +19,10 @@ from rheostat.infra.store.registry import open_existing_registry, registries
 from rheostat.infra.store.runs import Run, list_runs
 from rheostat.tasks.config.documents import place_overrides
 from rheostat.tasks.config.run import RunConfig, override_config
-from rheostat.tasks.forks.causes import find_code_changes
+from rheostat.tasks.forks.causes import find_code_changes, find_libraries
 from rheostat.tasks.forks.creation import read_recorded_config
 from rheostat.tasks.lineage.versions import champion_before
-from rheostat.tasks.run.target_sources import sources_of
+from rheostat.tasks.run.target_sources import rheostat_version, sources_of
 from rheostat.tasks.views.metrics import sealed_iterations
 from rheostat.tasks.views.runs import open_known_run
 
@@ -142,6 +145,49 @@ def find_code(good: Run, bad: Run, *, good_folder: Path | None, bad_folder: Path
     for folder in (bad_code, good_code):
         register_target_folder(folder)
     return CodeFolders(good_code, bad_code, are_separate)
+
+
+_VERSIONS: Final = """
+import json, platform, sys
+from rheostat.infra.terminal import write
+from rheostat.tasks.run.target_sources import library_version, rheostat_version
+versions = {name: platform.python_version() if name == "python" else library_version(name) for name in sys.argv[1:]}
+write(json.dumps({**versions, "rheostat": rheostat_version()}))
+"""
+"""Program that writes the versions of Rheostat, Python and some libraries as JSON."""
+_VERSIONS_SECONDS: Final = 300.0
+
+
+def check_good_python(python: Path, good: Run, *configs: RunConfig) -> None:
+    """Raise BadInput unless a Python interpreter can train forks with the libraries of the better run: it must have the
+    present version of Rheostat, and the library versions that this run recorded."""
+    expected = find_libraries(_newest_dependencies(good), *configs)
+    command = [str(python), "-P", "-c", _VERSIONS, *expected]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSIONS_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BadInput(
+            f"--good-python: {python} cannot be run ({error}). Name the Python interpreter of an environment, such as "
+            "/envs/before/bin/python."
+        ) from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise BadInput(
+            f"--good-python: {python} cannot import Rheostat ({reason}). Install Rheostat {rheostat_version()} in its "
+            "environment."
+        )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    expected["rheostat"] = rheostat_version()
+    differing = [
+        f"{name} must be {version}, but is {found[name]}"
+        for name, version in expected.items()
+        if found[name] != version
+    ]
+    if differing:
+        raise BadInput(
+            f"--good-python: the environment of {python} must have the libraries of run {good.name!r} and this version "
+            f"of Rheostat: {'; '.join(differing)}."
+        )
 
 
 def _newest_dependencies(run: Run) -> Dependencies:

@@ -23,6 +23,7 @@ from rheostat.tasks.forks.bisect_inputs import (
     absolute_settings,
     apply_harmless,
     check_complete,
+    check_good_python,
     check_harmless,
     check_one_configuration,
     check_runs,
@@ -69,6 +70,9 @@ class BisectRequest(Settings):
     """Folder with the user's code with which the better run was trained, or None for the folder of its job."""
     bad_code: Path | None = None
     """Folder with the user's code with which the worse run was trained, or None for the folder of its job."""
+    good_python: Path | None = None
+    """Python interpreter of an environment with the libraries of the better run and the present version of Rheostat.
+    With it, library versions are a difference that forks can undo. None lists different versions as not tested."""
     num_row_ranges: Annotated[int, Field(ge=1)] = 8
     """Number of ranges into which different training prompts are divided."""
     accept_change: bool = False
@@ -118,6 +122,11 @@ class Bisection:
     def code_folder(self, undone: Sequence[int]) -> Path:
         """Return the folder of the code with which a fork is trained."""
         return self.code.good if any(self.candidates[index].is_code for index in undone) else self.code.bad
+
+    def python(self, undone: Sequence[int]) -> Path | None:
+        """Return the Python interpreter that trains a fork, or None for the present one."""
+        is_undone = any(self.candidates[index].is_libraries for index in undone)
+        return self.request.good_python if is_undone else None
 
     def compare(self, baseline: str, other: str) -> PairedDifference:
         """Return the paired difference between two evaluated policies, `other` minus `baseline`. Both are suffixes of
@@ -273,7 +282,8 @@ def request_bisection(request: BisectRequest) -> Bisection:
     """
     store = request.store if "://" in request.store else str(Path(request.store).expanduser().resolve())
     good_name = find_good_run(store, request.good, request.bad)
-    request = request.model_copy(update={"good": good_name, "store": store})
+    python = None if request.good_python is None else request.good_python.expanduser().absolute()
+    request = request.model_copy(update={"good": good_name, "store": store, "good_python": python})
     good, bad = open_known_run(store, request.good), open_known_run(store, request.bad)
     check_runs(good, bad)
     longest = len(f"{request.name}.{HELDOUT}.{fork_side(99)}")
@@ -287,11 +297,20 @@ def request_bisection(request: BisectRequest) -> Bisection:
     check_complete(good, configs[0])
     check_complete(bad, configs[1])
     check_harmless(bad, configs[1], [each for each in request.overrides if not _is_about_evaluation(each)])
+    if python is not None:
+        check_good_python(python, good, *configs)
     for side, name in ((GOOD, good.name), (BAD, bad.name)):
         evaluation_config(request, side, name)
     bisection = _choose_start(Bisection(request, good, bad, code))
     check_one_configuration(bad, bisection.iteration)
-    found = find_candidates(good, bad, configs, iteration=bisection.iteration, num_row_ranges=request.num_row_ranges)
+    found = find_candidates(
+        good,
+        bad,
+        configs,
+        iteration=bisection.iteration,
+        num_row_ranges=request.num_row_ranges,
+        has_good_python=python is not None,
+    )
     return _without_impossible(replace(bisection, candidates=found.candidates, untested=found.untested))
 
 

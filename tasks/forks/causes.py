@@ -16,6 +16,7 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.dependencies import Dependencies
 from rheostat.infra.store.inputs import PathNames, paths_in
 from rheostat.infra.store.runs import Run
+from rheostat.models.config.conflicts import slot_engines
 from rheostat.models.data.problems import load_problems
 from rheostat.tasks.config.documents import toml_value
 from rheostat.tasks.config.run import LAYOUT, RunConfig
@@ -46,6 +47,9 @@ class Candidate(Settings):
     """Row numbers of training prompts that a fork excludes to undo the difference."""
     is_code: bool = False
     """Whether the code differs, so that a fork undoes the difference if it uses the code of the better run."""
+    is_libraries: bool = False
+    """Whether library versions differ, so that a fork undoes the difference if the Python interpreter of the better
+    run's libraries trains it."""
 
     @property
     def text(self) -> str:
@@ -63,12 +67,18 @@ class Candidates(Settings):
 
 
 def find_candidates(
-    good: Run, bad: Run, configs: tuple[RunConfig, RunConfig], *, iteration: int, num_row_ranges: int
+    good: Run,
+    bad: Run,
+    configs: tuple[RunConfig, RunConfig],
+    *,
+    iteration: int,
+    num_row_ranges: int,
+    has_good_python: bool = False,
 ) -> Candidates:
     """Find all differences between two runs. `configs` are the configurations of the better and of the worse run.
 
     A fork of the worse run at `iteration` can undo the candidates. Different training prompts are divided into at most
-    about `num_row_ranges` candidates.
+    about `num_row_ranges` candidates. Library versions are a candidate if `has_good_python` is set.
     """
     inputs = read_inputs(good), read_inputs(bad)
     candidates, untested = list[Candidate](), list[str]()
@@ -82,6 +92,12 @@ def find_candidates(
     before, after = (each.dependencies or _NO_DEPENDENCIES for each in inputs)
     if code := find_code_changes(before, after):
         candidates.append(Candidate(label="code", change="; ".join(code), is_code=True))
+    if libraries := _describe_libraries(before, after, configs):
+        candidate = Candidate(label="libraries", change=libraries, is_libraries=True)
+        if has_good_python:
+            candidates.append(candidate)
+        else:
+            untested.append(f"{candidate.text} (--good-python tests this)")
     prompts = _used_prompts(good, inputs[0]), _used_prompts(bad, inputs[1])
     candidates += _find_rows(good.name, prompts, inputs[1], configs[1], num_row_ranges)
     untested += _find_untested_prompts((good.name, bad.name), prompts)
@@ -95,6 +111,22 @@ def find_code_changes(before: Dependencies, after: Dependencies) -> list[str]:
     return _NO_DEPENDENCIES.model_copy(update={"code": {name: before.code[name] for name in common}}).changes(
         _NO_DEPENDENCIES.model_copy(update={"code": {name: after.code[name] for name in common}})
     )
+
+
+def find_libraries(dependencies: Dependencies, *configs: RunConfig) -> dict[str, str]:
+    """Return the recorded versions of Python and of the libraries in the environment of Rheostat. Rheostat, and
+    libraries in separate environments of inference engines and of rollout environments, are left out."""
+    engines = [engine for config in configs for _, engine, _ in slot_engines(config.rollout, config.scoring)]
+    environments = [config.rollout.environment for config in configs if config.rollout.environment is not None]
+    separate = {name for each in (*engines, *environments) for name in each.find_library_versions()}
+    return {name: version for name, version in dependencies.libraries.items() if name not in {"rheostat"} | separate}
+
+
+def _describe_libraries(before: Dependencies, after: Dependencies, configs: tuple[RunConfig, RunConfig]) -> str:
+    """Describe the different versions of libraries that both runs recorded, or return an empty text."""
+    was, now = (find_libraries(each, *configs) for each in (before, after))
+    changed = sorted(name for name in was.keys() & now.keys() if was[name] != now[name])
+    return ", ".join(f"{name} {now[name]} instead of {was[name]}" for name in changed)
 
 
 def _find_settings(bad: Run, configs: tuple[RunConfig, RunConfig]) -> Iterator[tuple[str, Candidate]]:
@@ -246,15 +278,19 @@ def _find_untested_prompts(
 def _find_untested_dependencies(
     before: Dependencies, after: Dependencies, configs: tuple[RunConfig, RunConfig]
 ) -> list[str]:
-    """Return one line for each difference of libraries, ranks, models of the Hub, and data files other than those of
-    the problems, whose prompts are compared."""
+    """Return one line for each difference of ranks, models of the Hub, data files other than those of the problems,
+    whose prompts are compared, and libraries that `_describe_libraries` leaves out."""
     problems = {PathNames(config).name(path) for config in configs for path in paths_in(config.data)}
     files = [
         {name: content for name, content in each.data.items() if name.removesuffix("/*") not in problems}
         for each in (before, after)
     ]
-    changes = before.model_copy(update={"code": {}, "data": files[0]}).changes(
-        after.model_copy(update={"code": {}, "data": files[1]})
+    compared = find_libraries(before, *configs).keys() & find_libraries(after, *configs).keys()
+    libraries = [
+        {name: version for name, version in each.libraries.items() if name not in compared} for each in (before, after)
+    ]
+    changes = before.model_copy(update={"code": {}, "data": files[0], "libraries": libraries[0]}).changes(
+        after.model_copy(update={"code": {}, "data": files[1], "libraries": libraries[1]})
     )
     commits = [
         f"{name}: commit {before.hub.get(name, 'none')[:8]} became {after.hub.get(name, 'none')[:8]}"

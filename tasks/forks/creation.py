@@ -49,6 +49,7 @@ from rheostat.tasks.forks.replay import (
     with_kept_policies,
 )
 from rheostat.tasks.forks.sharing import Sharing, find_shared
+from rheostat.tasks.forks.unaffected import count_unaffected_shards, find_unaffected_shards
 from rheostat.tasks.run.dependencies import dependencies_of
 from rheostat.tasks.run.preflight import with_recorded_defaults
 from rheostat.tasks.views.metrics import sealed_iterations
@@ -78,9 +79,11 @@ class ForkPlan(Settings):
     """Total size of the shared objects in bytes. They are not copied."""
     replays: bool = False
     """Whether this is a what-if run, which trains on the stored rollouts of the parent."""
+    reused_shards: int = 0
+    """Number of rollout shards after `iteration` that the fork shares, because they contain no excluded prompt."""
     worker_seconds: float
     """Estimated time for which workers will be reserved, in seconds: the mean of the parent's iterations, times the
-    number of iterations that are left to train. For a what-if run, without the time of rollouts."""
+    number of iterations that are left to train. For shared rollouts, without the time to generate them."""
     price: float
     """Estimated cost of the iterations that are left to train, from the recorded prices of the parent's iterations."""
     exists: bool
@@ -94,9 +97,12 @@ class ForkPlan(Settings):
         remaining = format_count(self.iterations - self.iteration, "iteration")
         remaining += " on stored rollouts" if self.replays else ""
         price = f", price about {self.price:,.4f}" if self.price else ""
+        shards = format_count(self.reused_shards, "rollout shard")
+        reused = f"reuses   {shards} without the excluded prompts, after iteration {self.iteration}"
         return [
             f"{first}{' (it exists and is continued)' if self.exists else ''}",
             f"shared   {count}, {self.shared_bytes / 1e6:,.1f} MB, not copied",
+            *([reused] if self.reused_shards else []),
             f"changed  {self.changes or 'nothing'}",
             f"trains   {remaining}, up to iteration {self.iterations}",
             f"costs    about {self.worker_seconds:,.0f} worker seconds{price} (mean of {self.parent}'s iterations"
@@ -175,7 +181,9 @@ def request_fork(
             check_replay(run, range(number + 1, last + 1), config, dependencies)
             sharing = plan_replay(run, number, last, config, dependencies)
         else:
-            sharing = Sharing(number, rescores=must_rescore_evaluation(run, number, config, dependencies))
+            shards = find_unaffected_shards(run, number, config, dependencies, excluded) if excluded_rows else None
+            rescores = must_rescore_evaluation(run, number, config, dependencies)
+            sharing = Sharing(number, rescores=rescores, shards=shards or frozenset())
         shared, num_bytes = find_shared(run, sharing, name=name)
         fork = Fork(
             parent=run.name,
@@ -191,10 +199,9 @@ def request_fork(
         fork, sharing = existing.fork, Sharing(number)
         last = min(last, max(fork.replayed, default=number))
         num_bytes = sum(entry.bytes for entry in existing.store.entries("") if fork.inherits(entry.key))
-    mean, remaining = (
-        _mean_cost(run, without=("rollout",) if is_what_if else ()),
-        (last if is_what_if else config.iterations) - number,
-    )
+    remaining, reused = (last if is_what_if else config.iterations) - number, count_unaffected_shards(run, fork)
+    mean, without_rollouts = (_mean_cost(run, without=names) for names in ((), ("rollout",)))
+    generated = 0 if is_what_if else remaining - reused.iterations
     plan = ForkPlan(
         run=name,
         parent=run.name,
@@ -204,8 +211,9 @@ def request_fork(
         shared_objects=sum(map(len, fork.shared.values())),
         shared_bytes=num_bytes,
         replays=is_what_if,
-        worker_seconds=mean.worker_seconds * remaining,
-        price=mean.price * remaining,
+        reused_shards=reused.shards,
+        worker_seconds=without_rollouts.worker_seconds * (remaining - generated) + mean.worker_seconds * generated,
+        price=without_rollouts.price * (remaining - generated) + mean.price * generated,
         exists=existing is not None,
     )
     return PlannedFork(plan, config, fork, dependencies, sharing)

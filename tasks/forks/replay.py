@@ -124,20 +124,24 @@ def plan_replay(run: Run, number: int, last: int, after: RunConfig, dependencies
     """Return the results of a run that a what-if run shares. The what-if run begins after iteration `number` and uses
     rollouts up to iteration `last`.
 
-    Scores are shared if neither settings nor code of the rewards differ. The outputs of a reward model or judge are
-    shared if its settings are equal. `after` is the configuration of the what-if run, and `dependencies` is the present
-    code.
+    `after` is the configuration of the what-if run, and `dependencies` is the present code.
     """
-    iterations = range(number + 1, last + 1)
-    is_rescored = has_new_scores(run, after, dependencies, iterations)
-    stages = {"plan", "rollout"} if is_rescored else {"plan", "rollout", "scoring"}
+    stages = {"plan", *shared_stages(run, range(number + 1, last + 1), after, dependencies)}
+    return Sharing(
+        number, rescores=must_rescore_evaluation(run, number, after, dependencies), last=last, stages=frozenset(stages)
+    )
+
+
+def shared_stages(run: Run, iterations: range, after: RunConfig, dependencies: Dependencies) -> set[str]:
+    """Return the stages whose results for rollout shards of these iterations a fork can share: the rollouts, the scores
+    if neither settings nor code of the rewards differ, and the outputs of judges with equal settings. `after` is the
+    configuration of the fork, and `dependencies` is the present code."""
+    stages = {"rollout"} if has_new_scores(run, after, dependencies, iterations) else {"rollout", "scoring"}
     before = [read_recorded(ScoringConfig, run.config_at(each)["scoring"]).model_rewards for each in iterations]
     for term, reward in after.scoring.model_rewards.items():
         if all(rewards.get(term) == reward for rewards in before):
             stages |= {reward_model_role(term)}
-    return Sharing(
-        number, rescores=must_rescore_evaluation(run, number, after, dependencies), last=last, stages=frozenset(stages)
-    )
+    return stages
 
 
 def must_rescore_evaluation(run: Run, number: int, after: RunConfig, dependencies: Dependencies) -> bool:

@@ -32,6 +32,8 @@ class Sharing:
     """Last iteration with shared results of `stages`. A what-if run trains on them again."""
     stages: frozenset[str] = frozenset()
     """Stages whose results are shared after `iteration`, such as "rollout". Empty unless the fork is a what-if run."""
+    shards: frozenset[str] = frozenset()
+    """Keys of other shared results after `iteration`, each for one rollout shard without excluded prompts."""
 
     @property
     def replayed(self) -> range:
@@ -45,7 +47,7 @@ class Sharing:
         if key.startswith("it-"):
             parsed = StageKey.parse(key)
             is_replayed = parsed.iteration in self.replayed and parsed.stage in self.stages
-            return parsed.iteration <= self.iteration or is_replayed
+            return parsed.iteration <= self.iteration or is_replayed or key in self.shards
         if key.startswith("eval-"):
             parsed = StageKey.parse(key)
             is_needed = parsed.stage in _GENERATED or not (self.rescores and parsed.evaluation == self.iteration)

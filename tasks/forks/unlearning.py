@@ -34,7 +34,7 @@ from rheostat.tasks.lineage.learners import (
 )
 from rheostat.tasks.lineage.versions import ancestry, champion_before
 from rheostat.tasks.preparation import find_dialogue_with_stored_user
-from rheostat.tasks.run.keys import PROMPTS
+from rheostat.tasks.run.keys import PROMPTS, StageKey
 from rheostat.tasks.run.reverts import policy_after
 from rheostat.tasks.views.metrics import sealed_iterations
 from rheostat.tasks.views.runs import open_known_run
@@ -100,7 +100,8 @@ class Unlearned(Settings):
     policy: str
     """Digest of the new run's last policy."""
     reused: dict[str, str]
-    """Digests of the shared results (manifests), by key. No shared update used the prompts."""
+    """Digests of the shared results (manifests), by key. No shared update used the prompts. Results after iteration
+    `after` are rollouts and scores of shards without the prompts."""
     tombstones: dict[str, dict[str, str]] | None = None
     """Digests of the tombstones with which the prompts were removed, by run and key. None if they were not removed."""
 
@@ -111,11 +112,14 @@ class Unlearned(Settings):
             if self.tombstones is None
             else f"the prompts were removed from {', '.join(sorted(self.tombstones))}"
         )
+        later = sum(key.startswith("it-") and StageKey.parse(key).iteration > self.after for key in self.reused)
+        also = f", and {format_count(later, 'result')} after it for other prompts" if later else ""
+        reused = f"{format_count(len(self.reused) - later, 'result')} of {self.parent}, up to iteration {self.after}"
         prompts = format_count(len(self.prompt_ids), "prompt")
         return "\n".join(
             [
                 f"run      {self.run} has not learned from {prompts}, policy {self.policy[:16]}",
-                f"reused   {format_count(len(self.reused), 'result')} of {self.parent}, up to iteration {self.after}",
+                f"reused   {reused}{also}",
                 f"removed  {removed}",
             ]
         )

@@ -1,5 +1,7 @@
 """Unlearning: a run is trained again from before the first use of some prompts, without them."""
 
+import operator
+
 import pytest
 
 from rheostat.flows.cli.train import run_flow
@@ -43,11 +45,15 @@ def prompt_of(run, iteration):
     return names[row].as_py(), row
 
 
-def unlearn(job, name, ids, *, forget=False):
+def used_rows(run):
+    return [row for number in range(1, 5) for batch in Iteration(run, number).batches for row in batch.plan.rows]
+
+
+def unlearn(job, name, ids, *, parent="parent", forget=False):
     with job.prefect():
         from rheostat.flows.unlearn import unlearn
 
-        return run_flow(unlearn("parent", name, sorted(ids), list(OURS), store=str(job.store), forget=forget))
+        return run_flow(unlearn(parent, name, sorted(ids), list(OURS), store=str(job.store), forget=forget))
 
 
 def test_a_run_is_trained_again_without_the_prompts_and_shares_what_does_not_depend_on_them(job):
@@ -56,10 +62,15 @@ def test_a_run_is_trained_again_without_the_prompts_and_shares_what_does_not_dep
     unlearned = unlearn(job, "clean", {name})
     run = opened(job, "clean")
     assert (unlearned.after, unlearned.excluded_rows, unlearned.tombstones) == (2, [row], None)
-    used = [row for number in range(1, 5) for batch in Iteration(run, number).batches for row in batch.plan.rows]
+    used = used_rows(run)
     assert row not in used and len(used) == 4 * 6
     assert all(unlearned.reused[key] == parent.require(key).digest for key in ("it-0002/seal", "it-0001/rollout/0000"))
-    assert not [key for key in unlearned.reused if key.startswith(("it-0003", "it-0004"))]
+    later = {key for key in unlearned.reused if key.startswith(("it-0003", "it-0004"))}
+    assert later == {f"it-0003/{stage}/{shard}" for stage in ("rollout", "scoring") for shard in ("0001", "0002")}
+    assert all(unlearned.reused[key] == parent.require(key).digest for key in later)
+    ours, theirs = (Iteration(each, 3).batches[0].plan.rows for each in (run, parent))
+    assert [*map(operator.ne, ours, theirs)] == [True, *[False] * 5], "another prompt took the place"
+    assert Iteration(run, 4).batches[0].plan.rows == Iteration(parent, 4).batches[0].plan.rows
     assert policy_after(run, 4).bundles != policy_after(parent, 4).bundles
     assert verify_run(str(job.store), "clean") == []
     again = {"parent": "parent", "ids": frozenset([name])}
@@ -70,6 +81,45 @@ def test_a_run_is_trained_again_without_the_prompts_and_shares_what_does_not_dep
         read_unlearned(str(job.store), "clean", parent="parent", ids=frozenset(["0" * 16]))
     later = create_fork(request_fork(str(job.store), "clean@3", "later", overrides=["iterations=5", *OURS]))
     assert later.excluded_rows(5) == {row} and not later.excluded_rows(2)
+
+
+def test_an_interrupted_unlearning_gives_the_results_of_a_fork_that_shares_no_rollouts(job, monkeypatch):
+    name, _ = prompt_of(opened(job, "parent"), 3)
+
+    def fail(*arguments):
+        raise RuntimeError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rheostat.flows.iteration.seal_iteration", fail)
+        with pytest.raises((RuntimeError, ExceptionGroup)):
+            unlearn(job, "clean", {name})
+    unlearn(job, "clean", {name})
+    with monkeypatch.context() as patch:
+        patch.setattr("rheostat.tasks.forks.creation.find_unaffected_shards", lambda *_: frozenset())
+        alone = unlearn(job, "alone", {name})
+    assert not [key for key in alone.reused if key.startswith("it-0003")]
+    runs = opened(job, "clean"), opened(job, "alone")
+    assert [run.require("it-0003/plan").digest for run in runs] == [runs[0].require("it-0003/plan").digest] * 2
+    for key in ("it-0003/rollout/0000", "it-0003/rollout/0001", "it-0003/scoring/0002", "it-0004/credit"):
+        assert operator.eq(*(read_shard(run.store, run.require(key).shards[0]) for run in runs))
+    assert operator.eq(*(policy_after(run, 4).bundles for run in runs))
+
+
+def test_with_staleness_several_iterations_share_rollouts(job):
+    retention = ("retention.keep_every=1", "retention.keep_last=3")
+    job.train("name=stale", "warmup=", "iterations=4", "rollout.staleness=1", *retention, *OURS)
+    stale = opened(job, "stale")
+    name, row = prompt_of(stale, 2)
+    planned = request_unlearning(str(job.store), "stale", "clean", frozenset([name]), overrides=OURS)
+    assert planned.fork.plan.reused_shards == 2 + 3, "policies 0 and 1 generate the iterations 2 and 3"
+    unlearned = unlearn(job, "clean", {name}, parent="stale")
+    run = opened(job, "clean")
+    assert "it-0003/rollout/0002" in unlearned.reused and "it-0004/rollout/0002" not in unlearned.reused
+    assert row not in {
+        row for number in range(1, 5) for batch in Iteration(run, number).batches for row in batch.plan.rows
+    }
+    assert verify_run(str(job.store), "clean") == []
+    assert policy_after(run, 4).bundles != policy_after(stale, 4).bundles
 
 
 def test_the_prompts_can_be_removed_afterwards_and_the_record_names_the_tombstones(job):
@@ -92,6 +142,7 @@ def test_the_command_states_the_price_before_it_writes(job, tmp_path):
     shown = run_command(*words, *OURS, "--dry-run")
     assert shown.code == 0 and "learned  run parent: iteration 2" in shown.output
     assert "from iteration 1 of parent" in shown.output and "3 iterations" in shown.output
+    assert "reuses   2 rollout shards without the excluded prompts, after iteration 1" in shown.output
     assert list_runs(str(job.store)) == ["parent", "tiny"]
 
 

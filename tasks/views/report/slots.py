@@ -90,7 +90,8 @@ def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecisio
     timelines = []
     for number in spread(numbers, PANELS):
         key = iteration_key(number)
-        manifests = [each for each in run.manifests(f"{key}/") if not run.replays(number) or not run.inherits(each.key)]
+        is_own = not run.inherits(StageKey.of(key, "seal"))  # its shared results were computed at another time
+        manifests = [each for each in run.manifests(f"{key}/") if not (is_own and run.inherits(each.key))]
         pieces = sorted(_work_pieces(manifests), key=lambda piece: -piece.seconds)[:BARS]
         if pieces:
             own = [each for each in decisions if each.batch.split("/")[0] == key]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat.models.data.curriculum import Cursor, PromptOrder, give_back, take_rows
+from rheostat.models.data.curriculum import Cursor, Part, PromptOrder, give_back, take_rows
 
 
 def take_iterations(counts, *, num_prompts, seed=3):
@@ -98,3 +98,29 @@ def test_returned_and_repeated_rows_wait_in_order(cursor, count, taken, rows, af
 def test_more_prompts_than_an_iteration_can_have_are_refused(count, taken):
     with pytest.raises(ValueError, match="at most"):
         take_rows(Cursor(), count, PromptOrder(8, 3), taken=taken)
+
+
+@pytest.mark.parametrize("parts", [(), (Part(range(10), 1.0), Part(range(10, 30), 2.0))])
+def test_other_prompts_take_the_places_of_excluded_ones_and_all_others_keep_their_places(parts):
+    order, cursor = PromptOrder(30, 5, parts), give_back(Cursor(), (7, 4))
+    excluded, used = (7, 12, 3), set[int]()
+    for count in (8, *[6] * 11):
+        rows, after = take_rows(cursor, count, order, taken=(), excluded=excluded)
+        plain, cursor = take_rows(cursor, count, order, taken=())
+        assert len({*rows}) == count and {*rows}.isdisjoint(excluded)
+        assert [row for row in plain if row not in excluded] == [
+            row for row, before in zip(rows, plain, strict=True) if before not in excluded
+        ]
+        assert not parts or [row < 10 for row in rows] == [row < 10 for row in plain], "replaced from the same part"
+        assert after.position == cursor.position
+        assert after.returned == tuple(row for row in cursor.returned if row not in excluded)
+        used |= {*rows}
+    assert used == {*range(30)} - {*excluded}
+
+
+def test_excluded_prompts_of_a_part_without_others_are_replaced_from_another_part():
+    order = PromptOrder(4, 5, (Part(range(2), 1.0), Part(range(2, 4), 1.0)))
+    rows, after = take_rows(Cursor(), 2, order, taken=(), excluded=(0, 1))
+    assert {*rows} == {2, 3}
+    with pytest.raises(ValueError, match="only 2 of 4"):
+        take_rows(after, 3, order, taken=(), excluded=(0, 1))
