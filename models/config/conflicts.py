@@ -316,4 +316,5 @@ def find_preference_conflicts(
             "[preferences] is set, but nothing is trained on it. Set [dpo], or add a reward of kind 'model' with "
             "model.kind = 'trained'"
         )
+    yield from preferences.find_training_conflicts(dpo, trained)
     yield from preferences.find_conflicts(data)
