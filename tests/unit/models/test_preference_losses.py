@@ -245,7 +245,7 @@ def test_mismatched_pairs_have_the_completions_of_the_next_pair_cut_to_the_conte
     ]
 
 
-def test_mismatched_completions_with_labels_are_those_of_the_next_row_whatever_its_label():
+def test_mismatched_completions_with_labels_come_from_the_next_row_with_any_label():
     one, two = build_pair([1, 2], [10], [11]), build_pair([3], [20, 21], [22])
     rows = [SequencePair(one.chosen, ModelInput()), SequencePair(ModelInput(), two.rejected)]
     assert mismatch_pairs(rows, context=4) == [
