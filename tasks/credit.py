@@ -48,6 +48,7 @@ async def compute_credit(
     """Compute training samples from scored rollouts with the configured algorithm, and store them as the result
     named `key`. If `rated_by` names a reward, the result also lists the solve rates of the prompts."""
     settings, auxiliary = open_run.settings, auxiliary_manifests(open_run, iteration)
+    positive = settings.update.positive_nll
     work = CreditWork(
         iteration=iteration.number,
         shards=scored.shards,
@@ -58,6 +59,7 @@ async def compute_credit(
         estimates=tuple(shard for manifest in auxiliary for shard in manifest.shards),
         kl_coefficient=kl_coefficient,
         solve_rate_term=rated_by,
+        sample_term="" if positive is None else positive.metric or settings.scoring.terms[0],
     )
     parents = [*scored.manifests, *auxiliary]
     return await run_once(open_run, key, role="scoring", method="credit", work=work, parents=parents)

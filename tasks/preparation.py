@@ -173,7 +173,7 @@ async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
         dpo=settings.dpo,
         seed=settings.seed,
     )
-    course = settings.dpo.describe()
+    course = settings.dpo.describe(settings.preferences.noun)
     return await _train_and_log(open_run, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
 
 

@@ -270,10 +270,11 @@ def _describe_warmup(config: RunConfig, facts: dict[str, float]) -> dict[str, st
 def _describe_preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if config.preferences is None:
         return {}
-    dpo = {} if config.dpo is None else {"DPO": config.dpo.describe()}
+    dpo = {} if config.dpo is None else {"DPO": config.dpo.describe(config.preferences.noun)}
     dropped = _describe_dropped(_find_dropped(facts, "dropped_pairs/"))
     return {
-        "preferences": f"{format_count(facts['train_pairs'], 'pair')}, {facts['heldout_pairs']:,.0f} held out{dropped}",
+        "preferences": f"{format_count(facts['train_pairs'], config.preferences.noun)}, "
+        f"{facts['heldout_pairs']:,.0f} held out{dropped}",
         **dpo,
     }
 

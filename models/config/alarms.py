@@ -36,7 +36,7 @@ MEASURED: Final = {
         *("dual_clip_fraction", "ratio_mean", "ratio_max", "mismatch_difference_mean", "mismatch_difference_max"),
         *("mismatch_ratio_mean", "mismatch_ratio_max", "mismatch_kl", "mismatch_tokens", "importance_weight_mean"),
         *("behavior_kl", "effective_sample_size", "selected_fraction", "full_entropy", "entropy_coefficient"),
-        *("low_entropy_fraction", "entropy_threshold", "teacher_divergence"),
+        *("low_entropy_fraction", "entropy_threshold", "teacher_divergence", "positive_nll", "positive_fraction"),
         *("velocity_change_mean", "velocity_change_max"),
         *("importance_truncated", "importance_masked", "stale_fraction", "too_stale_fraction", "grad_norm_mean"),
         *("grad_norm_max", "learning_rate", "steps", "tokens", "samples", "quarantined", "value_loss"),

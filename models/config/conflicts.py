@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rheostat.infra.config import PoolsConfig
+from rheostat.infra.validation_errors import nearest
 from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.attention import FLASH, KERNELS, describe_missing_package
 from rheostat.models.config.corrections import TruncatedImportance
@@ -94,6 +95,12 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
         yield (
             f"update.top_entropy cannot be combined with update.loss.kind = {job.update.loss.label!r}, because it "
             "would mask most of the tokens that this loss selects. Remove one of them"
+        )
+    positive, terms = job.update.positive_nll, job.scoring.terms
+    if positive is not None and positive.metric is not None and positive.metric not in terms:
+        yield (
+            f"update.positive_nll.metric: there is no reward {positive.metric!r}. Use "
+            f"{', '.join(terms)}{nearest(positive.metric, terms)}"
         )
     distillation = job.algorithm.distillation
     if distillation is not None and distillation.top_k is not None and job.update.entropy is not None:
@@ -187,6 +194,10 @@ def find_image_generation_conflicts(
             "the log-prob of a denoising step is already a mean. Use 'ppo_clip'",
         ),
         "update.entropy": (update.entropy is not None, "denoising steps have no entropy over a vocabulary. Remove it"),
+        "update.positive_nll": (
+            update.positive_nll is not None,
+            "a denoising step has no likelihood of a text. Remove it",
+        ),
         "update.top_entropy": (
             update.top_entropy is not None,
             "denoising steps have no entropy over a vocabulary. Remove it",
@@ -333,4 +344,5 @@ def find_preference_conflicts(
             "[preferences] is set, but nothing is trained on it. Set [dpo], or add a reward of kind 'model' with "
             "model.kind = 'trained'"
         )
+    yield from preferences.find_training_conflicts(dpo, trained)
     yield from preferences.find_conflicts(data)

@@ -54,6 +54,18 @@ class EntropyBonus(Settings):
         return self.coefficient + (final - self.coefficient) * min(1.0, step / max(1, total - 1))
 
 
+class PositiveNll(Settings):
+    """Negative log-likelihood of correct completions as a term of the loss (VAPO, arXiv 2504.05118, section on the
+    positive example LM loss): coefficient x the mean over all tokens of the correct completions in a minibatch."""
+
+    coefficient: Annotated[float, Field(gt=0)] = 0.1
+    """Factor of the mean, μ in the paper, which uses 0.1."""
+    min_reward: float = 1.0
+    """Lowest score of a correct completion in the reward term `metric`, before shift, scale and weight."""
+    metric: str | None = None
+    """Name of the reward term that decides which completions are correct. The default is the first term."""
+
+
 # ---- the update
 class UpdateConfig(Settings):
     """Settings for the update: the optimizer steps of an iteration."""
@@ -128,6 +140,8 @@ class UpdateConfig(Settings):
     that the divergence from an unchanged policy is 0. Under LoRA adapters it is always `dtype`."""
     entropy: Annotated[EntropyBonus | None, Since("0.2.0", before=None)] = None
     """Entropy bonus in the loss. It costs one more computation of the logits. If not set, there is none."""
+    positive_nll: Annotated[PositiveNll | None, Since("0.2.0", before=None)] = None
+    """Negative log-likelihood of correct completions as a term of the loss. If not set, there is none."""
     top_entropy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Since("0.2.0", before=None)] = None
     """Share of the trained tokens of a minibatch that the policy loss applies to: those with the highest entropy over
     the vocabulary before the update (arXiv 2506.01939, with 0.2). It costs one more forward pass for the first

@@ -179,6 +179,37 @@ class Gmpo(PolicyLoss):
     """Upper bound of the log-ratios: those of tokens with a positive advantage are lowered to clip_high (in nats)."""
 
 
+class Vespo(PolicyLoss):
+    """Log-prob x advantage, weighted by W^power · exp(decay · (1 - W)) without gradient, where W is the probability
+    ratio of the whole sequence to the engine's policy, the product over its tokens (VESPO, arXiv 2602.10693).
+
+    The weight is 1 at W = 1 and fades smoothly for sequences that are far from the engine's policy.
+    """
+
+    implementation = "rheostat.models.objectives.policy_losses:vespo"
+    compares_sequences = True
+
+    kind: Literal["vespo"] = "vespo"
+    positive_power: Annotated[float, Field(ge=0)] = 2.0
+    """Power of W for tokens with an advantage of 0 or more."""
+    positive_decay: Annotated[float, Field(gt=0)] = 3.0
+    """Decay rate of the weight for tokens with an advantage of 0 or more."""
+    negative_power: Annotated[float, Field(ge=0)] = 3.0
+    """Power of W for tokens with a negative advantage."""
+    negative_decay: Annotated[float, Field(gt=0)] = 2.0
+    """Decay rate of the weight for tokens with a negative advantage."""
+
+    def find_conflicts(self, job: Job) -> Iterator[str]:
+        """Yield a message if an importance correction is configured, because the weight of this loss already corrects
+        for the engine's policy."""
+        if any(correction.compares_with_trainer for correction in job.update.corrections):
+            yield (
+                "update.loss.kind = 'vespo' cannot be combined with an importance correction, because the weight of "
+                "this loss already corrects for the engine's policy. Set update.correction.kind = 'none', and remove "
+                "update.stale_correction"
+            )
+
+
 class ClipCov(PolicyLoss):
     """Loss of `ppo_clip` without the gradient of some tokens, which are sampled among those that reduce the entropy of
     the policy most (Clip-Cov, arXiv 2505.22617).
@@ -284,5 +315,5 @@ class TargetLoss(Target):
 
 LossConfig = Annotated[
     PolicyLoss,
-    OneOf((PpoClip, Gspo, Cispo, PolicyGradient, Sapo, Gmpo, ClipCov, KlCov, Dppo, DiffusionNft, TargetLoss)),
+    OneOf((PpoClip, Gspo, Cispo, PolicyGradient, Sapo, Gmpo, Vespo, ClipCov, KlCov, Dppo, DiffusionNft, TargetLoss)),
 ]

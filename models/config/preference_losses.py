@@ -21,6 +21,9 @@ class PreferenceLoss(Variant):
     uses_reference_point: ClassVar[bool] = False
     """Whether the loss needs the reference point of its optimizer step, an estimate of the KL divergence from the
     reference. Only losses with a reference can need one."""
+    accepts_labels: ClassVar[bool] = False
+    """Whether the loss rates each completion separately, so that completions with labels can take the place of
+    pairs."""
     extra_metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics of this loss in addition to loss, accuracy and margin."""
 
@@ -92,21 +95,23 @@ class OrpoLoss(PreferenceLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """Distance of implicit rewards from a reference point, for chosen completions as desirable examples and rejected
-    ones as undesirable examples (KTO, arXiv 2402.01306, eq. 7 and 8)."""
+    """Distance of implicit rewards from a reference point, for desirable and undesirable completions (KTO, arXiv
+    2402.01306, eq. 7 and 8). The completions have labels (`preferences.kind = "labels"`), or chosen completions of
+    pairs are desirable and rejected ones undesirable."""
 
     implementation = "rheostat.models.objectives.preferences:kto"
     uses_reference = True
     uses_reference_point = True
-    extra_metrics = ("reference_point",)
+    accepts_labels = True
+    extra_metrics = ("reference_point", "desirable_reward", "undesirable_reward")
 
     kind: Literal["kto"] = "kto"
     beta: Strength = 0.1
     """Factor of log-ratio minus reference point, β in the paper."""
     desirable_weight: Strength = 1.0
-    """Factor of the loss of chosen completions, λ_D in the paper."""
+    """Factor of the loss of desirable completions, λ_D in the paper."""
     undesirable_weight: Strength = 1.0
-    """Factor of the loss of rejected completions, λ_U in the paper."""
+    """Factor of the loss of undesirable completions, λ_U in the paper."""
 
 
 PreferenceLossConfig = Annotated[

@@ -1,6 +1,6 @@
 """Configuration of preferences between completions. Torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -13,16 +13,19 @@ from rheostat.models.config.chat_files import ChatFile
 from rheostat.models.config.data import DataSource
 from rheostat.models.config.file_rules import DropReason, FileRules
 from rheostat.models.config.hub_datasets import HubDatasetChoice
+from rheostat.models.config.training import DpoConfig
 
 
 class Preferences(Variant):
-    """Fields common to all sources of preference pairs (a better and a worse completion of the same prompt).
-    `implementation` names a `rheostat.models.data.preferences.PreferenceSource`."""
+    """Fields common to all sources of preferences, which are mostly pairs (a better and a worse completion of the same
+    prompt). `implementation` names a `rheostat.models.data.preferences.PreferenceSource`."""
 
     checks = {"policy": "rheostat.models.inspection.preferences:check_preferences"}
     reading_reporter: ClassVar[str] = ""
     """Import path `pkg.mod:function` of a `rheostat.models.data.reading.ReadingReporter`, which reports how this source
     reads its files. Empty if the source reads no files."""
+    noun: ClassVar[str] = "pair"
+    """Singular noun for one preference in messages."""
 
     @property
     def drops_long_pairs(self) -> bool:
@@ -31,6 +34,11 @@ class Preferences(Variant):
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
         """Yield one message for each reason why these preferences cannot be used with the problems of `data`."""
+        yield from ()
+
+    def find_training_conflicts(self, dpo: DpoConfig | None, reward_models: Sequence[str]) -> Iterator[str]:
+        """Yield one message for each training that cannot use these preferences: `[dpo]`, or the reward models that the
+        run trains, which are given by their names."""
         yield from ()
 
 
@@ -55,20 +63,27 @@ class AnswerPreferences(Preferences):
             )
 
 
-class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
+class PreferenceFile(HubDatasetChoice, ChatFile, FileRules, Preferences):
+    """Fields common to the sources that read preferences from a file or from a folder of files."""
+
+    path: DataLocation
+    """File or folder of training data, on this machine or at s3://bucket/name, in a format that `[data]` reads. Or the
+    name of a dataset on the Hugging Face Hub."""
+    heldout_path: DataLocation | None = None
+    """File or folder of evaluation data. If not set, `heldout_fraction` of the training data is kept."""
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of the rows kept for evaluation if there is no second file. A hash of the prompt selects the rows."""
+    template: str = "{prompt}"
+    """Template into which a plain-text prompt is inserted; `{prompt}` is replaced by the text of the column."""
+
+
+class FilePreferences(PreferenceFile):
     """Preference pairs read from a file or from a folder of files."""
 
     implementation = "rheostat.models.data.preferences:file_preferences"
     reading_reporter = "rheostat.models.data.preferences:report_file"
 
     kind: Literal["file"] = "file"
-    path: DataLocation
-    """File or folder of training pairs, on this machine or at s3://bucket/name, in a format that `[data]` reads. Or the
-    name of a dataset on the Hugging Face Hub."""
-    heldout_path: DataLocation | None = None
-    """File or folder of evaluation pairs. If not set, `heldout_fraction` of the training pairs is kept."""
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of pairs kept for evaluation if there is no second file. A hash of the prompt selects the pairs."""
     chosen_column: str = "chosen"
     """Column with the better completion: a text, a message of the assistant, or a chat that ends with such a message.
     Both completions of a pair may begin with the prompt."""
@@ -79,8 +94,6 @@ class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
     scores in the columns `score_chosen` and `score_rejected`, or a `margin` of 0), "empty" (a blank or missing prompt,
     message or completion), "too_long" (more tokens than the model's context), and "mismatched" (two completions of
     different prompts)."""
-    template: str = "{prompt}"
-    """Template into which a plain-text prompt is inserted; `{prompt}` is replaced by the text of the column."""
 
     @property
     def drops_long_pairs(self) -> bool:
@@ -88,4 +101,42 @@ class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
         return "too_long" in self.drop
 
 
-PreferencesConfig = Annotated[AnswerPreferences | FilePreferences, Field(discriminator="kind")]
+class LabeledPreferences(PreferenceFile):
+    """Single completions that are labeled as desirable or undesirable, read from a file or from a folder of files. Only
+    the loss `kto` of `[dpo]` trains on such completions."""
+
+    implementation = "rheostat.models.data.labeled:labeled_preferences"
+    reading_reporter = "rheostat.models.data.labeled:report_file"
+    noun = "completion"
+
+    kind: Literal["labels"] = "labels"
+    completion_column: str = "completion"
+    """Column with the completion: a text, or a chat with one message of the assistant."""
+    label_column: str = "label"
+    """Column with the label: `true` (or 1) for a desirable completion, `false` (or 0) for an undesirable one."""
+    drop: tuple[Literal["empty", "too_long"], ...] = ()
+    """Kinds of rows that are left out and counted, instead of refusing the file: "empty" (a blank or missing prompt,
+    message or completion) and "too_long" (more tokens than the model's context)."""
+
+    @property
+    def drops_long_pairs(self) -> bool:
+        """Whether rows that are longer than the model's context are left out, because `drop` contains "too_long"."""
+        return "too_long" in self.drop
+
+    def find_training_conflicts(self, dpo: DpoConfig | None, reward_models: Sequence[str]) -> Iterator[str]:
+        """Yield one message for each training that needs pairs: a loss of `[dpo]` that compares two completions, and
+        reward models."""
+        if dpo is not None and not dpo.objective.accepts_labels:
+            yield (
+                f"dpo.loss.kind = {dpo.objective.label!r} compares two completions of a prompt, but preferences.kind = "
+                "'labels' has single completions with labels. Set dpo.loss = {kind = 'kto'}, or use pairs "
+                "(preferences.kind = 'file')"
+            )
+        for term in reward_models:
+            yield (
+                f"reward {term!r} is a model that the run trains on preference pairs, but preferences.kind = 'labels' "
+                "has single completions with labels. Use pairs (preferences.kind = 'file')"
+            )
+
+
+PreferencesConfig = Annotated[AnswerPreferences | FilePreferences | LabeledPreferences, Field(discriminator="kind")]

@@ -175,9 +175,10 @@ class DpoConfig(Settings):
         """Loss of a preference pair, with all its settings."""
         return self.loss or DpoLoss(beta=self.beta, label_smoothing=self.label_smoothing)
 
-    def describe(self) -> str:
-        """Describe the length of the training, and the loss unless it is DPO, for plans and messages."""
-        length = f"{format_count(self.steps, 'step')} of {format_count(self.batch_size, 'pair')}"
+    def describe(self, noun: str = "pair") -> str:
+        """Describe the length of the training, and the loss unless it is DPO, for plans and messages. `noun` is the
+        singular noun for one preference."""
+        length = f"{format_count(self.steps, 'step')} of {format_count(self.batch_size, noun)}"
         return length if self.objective.label == "dpo" else f"{length}, loss {self.objective.label!r}"
 
     def find_conflicts(self) -> Iterator[str]:

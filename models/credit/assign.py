@@ -50,7 +50,15 @@ from rheostat.models.records.model_input import (
     read_segments,
     sample_columns,
 )
-from rheostat.models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, TOP_IDS, TOP_LOGPROBS, FinishReason
+from rheostat.models.records.schemas import (
+    EXPERTS,
+    PER_TOKEN,
+    SAMPLE_SCHEMA,
+    TERM_REWARD,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    FinishReason,
+)
 from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
 
@@ -72,7 +80,8 @@ def build_sample_table(
     contains the prompt without completion tokens. Such a sample counts towards the size of a minibatch, but not in the
     loss, the KL penalty or their denominators.
 
-    `top` contains the columns `TOP_IDS` and `TOP_LOGPROBS` of the completions, or None if there are none.
+    `top` contains the columns `TOP_IDS` and `TOP_LOGPROBS` of the completions, or None if there are none. The
+    column `TERM_REWARD` of `rollouts`, if present, is copied to the samples.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -90,7 +99,7 @@ def build_sample_table(
     if emptied_N[order_K].any():
         columns |= {name: empty_rows(rows[name], emptied_N[order_K]) for name in (*PER_TOKEN, *top_columns)}
     columns |= sample_columns(rows, emptied_K=emptied_N[order_K])
-    optional = [pa.field(name, columns[name].type) for name in (EXPERTS, *top_columns) if name in columns]
+    optional = [pa.field(name, columns[name].type) for name in (EXPERTS, TERM_REWARD, *top_columns) if name in columns]
     schema = pa.schema([*SAMPLE_SCHEMA, *optional])
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
@@ -259,6 +268,8 @@ class CreditRule:
     """Maximum length of completions in tokens, from which the length penalty is computed."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL penalty in the reward, in the current iteration."""
+    sample_term: str = ""
+    """Name of the reward term whose scores are stored with the samples. Empty if no scores are stored."""
 
     @property
     def uses_top_tokens(self) -> bool:
@@ -321,6 +332,9 @@ def credit_completions(
         kl_coefficient=rule.kl_coefficient,
     )
     advantages = completion_tokens.expand_to_all_tokens(token_advantages(experience, rule.algorithm))
+    for term in scored.terms:
+        if term.name == rule.sample_term:
+            table = table.append_column(TERM_REWARD, pa.array(term.rewards_N, from_pandas=True))
     samples = build_sample_table(
         table,
         advantages,

@@ -144,8 +144,8 @@ def find_pair_columns(path: Path, config: FilePreferences) -> PairColumns:
         return PairColumns(config, "ranked", completions_column=shape.columns[0], note=note)
     if shape.kind == "labels":
         raise BadInput(
-            f"{name}: the file contains {shape.label}, which no configured method uses. DPO and reward models train on "
-            "pairs: use a file with the columns chosen and rejected."
+            f"{name}: the file contains {shape.label}, but preferences.kind = 'file' reads pairs. Set preferences.kind "
+            "= 'labels' and dpo.loss = {kind = 'kto'}, or use a file with the columns chosen and rejected."
         )
     missing_column = getattr(config, missing[0])
     raise BadInput(

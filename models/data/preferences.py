@@ -1,6 +1,6 @@
 """Preferences between two completions of a prompt, generated from problems or read from a file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from rheostat.infra.errors import BadInput, InputErrors
 from rheostat.infra.variants import implementation_of
 from rheostat.models.config.data import DataConfig
-from rheostat.models.config.preferences import AnswerPreferences, FilePreferences, Preferences
+from rheostat.models.config.preferences import AnswerPreferences, FilePreferences, PreferenceFile, Preferences
 from rheostat.models.data.columns import PairColumns, find_pair_columns
 from rheostat.models.data.dropping import RowErrors, TiedRow, describe_empty_file
 from rheostat.models.data.messages import omit_nulls, read_messages, read_prompt, read_text
@@ -35,7 +35,7 @@ from rheostat.models.data.shapes import SCORES
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference pair: a better and a worse completion of the same prompt."""
+    """Preference pair: a better and a worse completion of the same prompt. With a label, only one of the two."""
 
     source: str
     """Origin of the pair for messages, such as `pairs.jsonl:17`."""
@@ -48,11 +48,16 @@ class Preference:
     chosen_message: Message | None = None
     """Better completion as a message, if it has other fields than its text, such as tool calls. None otherwise."""
     rejected_message: Message | None = None
+    label: bool | None = None
+    """Whether a single completion is desirable. A desirable completion is stored as the better one, an undesirable one
+    as the worse one, and the other one is empty. None for a pair."""
 
     @property
-    def completions(self) -> tuple[tuple[str, Message | None], tuple[str, Message | None]]:
-        """Better and worse completion, each as its text and, if it has other fields than the text, its message."""
-        return (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
+    def completions(self) -> tuple[tuple[str, Message | None], ...]:
+        """Better and worse completion, or only one of them if there is a label. Each is its text and, if it has other
+        fields than the text, its message."""
+        both = (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
+        return both if self.label is None else both[:1] if self.label else both[1:]
 
     def identity(self, version: int) -> str:
         """Return the text that identifies the prompt when pairs are compared. `version` is the version of the rules for
@@ -110,34 +115,37 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 
     Raises BadInput if the split is empty, a row is invalid or a held-out prompt is also a training prompt.
     """
+    return read_split(config, split, lambda path: _read_and_count(path, config)[0])
+
+
+def read_split(config: PreferenceFile, split: str, read: Callable[[Path], Sequence[Preference]]) -> list[Preference]:
+    """Return the preferences of a split ("train" or "heldout") in file order. `read` returns all preferences of a file,
+    before the template is applied.
+
+    Raises BadInput if the split is empty or a held-out prompt is also a training prompt.
+    """
     if "{prompt}" not in config.template:
         raise BadInput(
             f"preferences.template is {config.template!r}, which does not contain {{prompt}}, so all prompts would be "
             "the same. Add {prompt} to the template."
         )
     if config.heldout_path is not None:
-        pairs = _read_pairs(config.path if split == "train" else config.heldout_path, config)
+        pairs = [*read(config.path if split == "train" else config.heldout_path)]
         if split == "heldout":
-            _require_new_prompts(pairs, config)
+            _require_new_prompts(pairs, read(config.path), config)
     else:
         in_heldout = split == "heldout"
         pairs = [
             pair
-            for pair in _read_pairs(config.path, config)
+            for pair in read(config.path)
             if is_heldout(pair.split_key(config.version), config.heldout_fraction) == in_heldout
         ]
     if not pairs:
         raise BadInput(
-            f"{config.path}: preferences.heldout_fraction is {config.heldout_fraction}, which leaves no {split} pair. "
-            "Add pairs with other prompts, change the fraction, or set preferences.heldout_path."
+            f"{config.path}: preferences.heldout_fraction is {config.heldout_fraction}, which leaves no {split} "
+            f"{config.noun}. Add rows with other prompts, change the fraction, or set preferences.heldout_path."
         )
     return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
-
-
-def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
-    """Read all pairs of a file, before the template is applied and the split is chosen. Raises BadInput for invalid
-    rows."""
-    return _read_and_count(path, config)[0]
 
 
 def report_file(config: FilePreferences, split: str) -> ReadingReport:
@@ -178,21 +186,11 @@ def _list_columns(columns: PairColumns) -> list[str]:
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
     """Return the preference pair in a row. `place` names the row in messages. Raises BadInput if a value is invalid."""
-    prompt, template = read_prompt(place, row, config, is_table=is_table)
-    if count_image_places(prompt):
-        raise BadInput(
-            f"{place}: {config.prompt_column}: preference pairs support text only, but the prompt contains an image. "
-            "Remove the images, or the row."
-        )
+    prompt, template = read_text_prompt(place, row, config, is_table=is_table)
     (chosen, chosen_message), (rejected, rejected_message) = (
-        _read_completion(place, row, column, config) for column in (config.chosen_column, config.rejected_column)
+        read_completion(place, row, column, prompt=prompt, config=config)
+        for column in (config.chosen_column, config.rejected_column)
     )
-    for column, message in ((config.chosen_column, chosen_message), (config.rejected_column, rejected_message)):
-        if message is not None and isinstance(prompt, str):
-            raise BadInput(
-                f"{place}: {column}[0]: a message with other fields than `content` needs a chat as the prompt, found "
-                "plain text. Write the prompt as a list of messages, or write the completion as text."
-            )
     if (chosen, chosen_message) == (rejected, rejected_message):
         columns = f"{config.chosen_column} and {config.rejected_column}"
         raise TiedRow(
@@ -202,14 +200,42 @@ def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, 
     return Preference(place, prompt, chosen, rejected, template, chosen_message, rejected_message)
 
 
-def _read_completion(
-    place: str, row: Mapping[str, object], column: str, config: FilePreferences
+def read_text_prompt(
+    place: str, row: Mapping[str, object], config: PreferenceFile, *, is_table: bool
+) -> tuple[Prompt, TemplateArguments]:
+    """Return the prompt in a row of preferences and the arguments of its chat template. `place` names the row in
+    messages. Raises BadInput if the prompt is invalid or contains an image."""
+    prompt, template = read_prompt(place, row, config, is_table=is_table)
+    if count_image_places(prompt):
+        raise BadInput(
+            f"{place}: {config.prompt_column}: preferences support text only, but the prompt contains an image. "
+            "Remove the images, or the row."
+        )
+    return prompt, template
+
+
+def read_completion(
+    place: str, row: Mapping[str, object], column: str, *, prompt: Prompt, config: PreferenceFile
 ) -> tuple[str, Message | None]:
     """Return the completion in a column of a row: its text, and its message if that has other fields than the text. The
     column contains plain text or a chat with one message of the assistant.
 
-    The message is returned if it has more fields than the text. Raises BadInput if the value has another form.
+    Raises BadInput if the value has another form, or if a plain-text prompt has a message with other fields.
     """
+    text, message = _read_message(place, row, column, config)
+    if message is not None and isinstance(prompt, str):
+        raise BadInput(
+            f"{place}: {column}[0]: a message with other fields than `content` needs a chat as the prompt, found "
+            "plain text. Write the prompt as a list of messages, or write the completion as text."
+        )
+    return text, message
+
+
+def _read_message(
+    place: str, row: Mapping[str, object], column: str, config: PreferenceFile
+) -> tuple[str, Message | None]:
+    """Return the text of a completion, and its message if that has other fields than the text. Raises BadInput if the
+    value is neither plain text nor a chat with one message of the assistant."""
     value = row[column]
     if not isinstance(value, list):
         return read_text(place, value, column), None
@@ -223,7 +249,7 @@ def _read_completion(
     turn = turns[0]
     if not all(isinstance(part, str) for part in turn.parts):
         raise BadInput(
-            f"{place}: {column}[0].content: preference pairs support text only, but the content has an image. Remove "
+            f"{place}: {column}[0].content: preferences support text only, but the content has an image. Remove "
             "the image, or the row."
         )
     if turn.fields or turn.name:
@@ -231,17 +257,14 @@ def _read_completion(
     return read_text(place, turn.text, column), None
 
 
-def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
-    """Raise BadInput if the prompt of a held-out pair is also the prompt of a training pair."""
-    training_prompts, input_errors = (
-        {pair.identity(config.version) for pair in _read_pairs(config.path, config)},
-        InputErrors(),
-    )
+def _require_new_prompts(heldout: Sequence[Preference], train: Sequence[Preference], config: PreferenceFile) -> None:
+    """Raise BadInput if a held-out prompt is also the prompt of a training preference."""
+    training_prompts, input_errors = {each.identity(config.version) for each in train}, InputErrors()
     for pair in heldout:
         with input_errors.collect(pair.source):
             if pair.identity(config.version) in training_prompts:
                 raise BadInput(
-                    f"{pair.source}: this held-out prompt is also the prompt of a training pair, so the held-out "
-                    "accuracy would not measure unseen prompts. Remove one of the two pairs."
+                    f"{pair.source}: this held-out prompt is also the prompt of a training {config.noun}, so the "
+                    "held-out accuracy would not measure unseen prompts. Remove one of the two rows."
                 )
     input_errors.check()

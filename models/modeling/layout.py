@@ -123,6 +123,9 @@ class TrainingBatch:
     """Log-probs of these tokens under the teacher."""
     selected_N: NDArray[np.bool_] | None = None
     """Mask of the completion tokens that the loss has selected in the whole minibatch, or None if it selects none."""
+    positive_weights_N: NDArray[np.float32] | None = None
+    """Weight of each completion token in the mean negative log-likelihood of the minibatch's correct completions, or
+    None if the loss does not contain this mean."""
 
 
 AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]

@@ -45,12 +45,16 @@ class LossInputs:
     """KL divergence from the teacher at each token, which is part of the loss. None if there is no such part."""
     teacher_coefficient: float = 0.0
     """Factor of `teacher_N` in the loss."""
+    positive_weights_N: Tensor | None = None
+    """Weight of each token in the mean negative log-likelihood of the minibatch's correct completions. None if the loss
+    does not contain this mean."""
 
     def at(self, places_C: Tensor) -> Self:
         """Return the inputs of the tokens with the indices `places_C` only, for losses that treat each token
         independently. `lengths_B` is unchanged and still counts all tokens."""
         known = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N")
-        names = (*known, "old_N", "reference_N", "kl_N", "selected_N", "outlier_N", "low_entropy_N", "teacher_N")
+        optional = ("old_N", "reference_N", "kl_N", "selected_N", "outlier_N", "low_entropy_N", "teacher_N")
+        names = (*known, *optional, "positive_weights_N")
         present = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
 

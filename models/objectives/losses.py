@@ -124,8 +124,8 @@ def update_loss(
     entropies_N: Tensor | None = None,
 ) -> Tensor:
     """Return the contribution of one micro-batch to the loss of its minibatch, including importance correction, KL
-    penalty, entropy bonus and divergence from a teacher. `entropies_N` are the entropies over the vocabulary, which
-    only the bonus needs.
+    penalty, entropy bonus, divergence from a teacher and negative log-likelihood of correct completions. `entropies_N`
+    are the entropies over the vocabulary, which only the bonus needs.
 
     Metrics are added to `tally`. They cover only tokens with a weight in the loss, except `not_finite`, which covers
     all tokens.
@@ -153,6 +153,11 @@ def update_loss(
         loss_N = loss_N + tokens.teacher_coefficient * tokens.teacher_N
         tally.add(_zero_untrained(trained_N, {"teacher_divergence": tokens.teacher_N}))
     shares_N = loss_N * tokens.weights_N
+    if config.positive_nll is not None:
+        assert tokens.positive_weights_N is not None, "the likelihood of correct completions needs their weights"
+        shares_N = shares_N - config.positive_nll.coefficient * tokens.positive_weights_N * logprobs_N
+        positive_N = tokens.positive_weights_N != 0
+        tally.add({"positive_fraction": positive_N, "positive_nll": torch.where(positive_N, -logprobs_N, 0.0)})
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
     for read_N in (logprobs_N, old_N, tokens.behavior_N, tokens.reference_N):  # a clamped ratio would hide infinities
         if read_N is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rheostat.infra.variants import implementation_of
+from rheostat.models.config.objectives import MAX_LOG_RATIO
 from rheostat.models.config.policy_losses import (
     Cispo,
     ClipCov,
@@ -21,6 +22,7 @@ from rheostat.models.config.policy_losses import (
     PolicyLoss,
     PpoClip,
     Sapo,
+    Vespo,
 )
 from rheostat.models.objectives.importance import exp_ratio
 from rheostat.models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs
@@ -141,6 +143,27 @@ def gmpo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gmpo)
         ratio_N=sequence_ratio(logprobs_N.detach(), old_N, **sequences),
         clipped_low_N=(detached_N < -config.clip_low) & (tokens.advantages_N < 0),
         clipped_high_N=(detached_N > config.clip_high) & good_N,
+    )
+
+
+def vespo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Vespo) -> LossOutputs:
+    """Return minus log-prob times advantage, weighted by φ(W) = W^k · exp(λ · (1 − W)), the kernel of VESPO (arXiv
+    2602.10693). W is the ratio of the token's whole sequence, the product of the ratios of its tokens.
+
+    Power k and decay λ depend on the sign of the advantage. The weight has no gradient. It has its maximum at W = k / λ
+    and is practically 0 where the clamp of log-ratios takes effect.
+    """
+    sums_B = torch.segment_reduce(logprobs_N.detach() - old_N, "sum", lengths=tokens.lengths_B, unsafe=True)
+    log_ratio_N = sums_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).index_select(0, tokens.rows_N)
+    ratio_N, good_N = log_ratio_N.exp(), tokens.advantages_N >= 0
+    power_N = torch.where(good_N, config.positive_power, config.negative_power)
+    decay_N = torch.where(good_N, config.positive_decay, config.negative_decay)
+    never_N = torch.zeros_like(good_N)
+    return LossOutputs(
+        loss_N=-torch.exp(power_N * log_ratio_N + decay_N * (1 - ratio_N)) * tokens.advantages_N * logprobs_N,
+        ratio_N=ratio_N,
+        clipped_low_N=never_N,
+        clipped_high_N=never_N,
     )
 
 

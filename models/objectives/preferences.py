@@ -16,7 +16,8 @@ from rheostat.models.config.preference_losses import CpoLoss, DpoLoss, IpoLoss, 
 
 class PairScores(NamedTuple):
     """Scores of the chosen and the rejected completion of each pair: summed log-probs of a policy, or rewards of a
-    reward model."""
+    reward model. If a single completion with a label takes the place of a pair, the other one has the score 0 and no
+    tokens."""
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -40,6 +41,11 @@ class PairStatistics(NamedTuple):
     reference_point: Tensor | None = None
     """Estimate of the KL divergence between policy and reference in nats, without gradient. None if the loss does not
     use a reference point."""
+    chosen_share: float = 1.0
+    """Share of the pairs that have a chosen completion. It is below 1 if single completions with labels take the place
+    of pairs."""
+    rejected_share: float = 1.0
+    """Share of the pairs that have a rejected completion."""
 
 
 class PairTerms(NamedTuple):
@@ -132,19 +138,30 @@ def orpo(scores: PairScores, reference: PairScores | None, /, *, step: PairStati
 
 def kto(scores: PairScores, reference: PairScores | None, /, *, step: PairStatistics, config: KtoLoss) -> PairTerms:
     """Return the KTO loss of each preference pair: the mean of the loss of the chosen completion as a desirable example
-    and of the rejected one as an undesirable example (arXiv 2402.01306, eq. 7 and 8).
+    and of the rejected one as an undesirable example (arXiv 2402.01306, eq. 7 and 8). If a single completion with a
+    label takes the place of a pair, return the loss of this completion.
 
     A desirable completion with log-ratio r has the loss λ_D · (1 − σ(beta · (r − z₀))), and an undesirable one λ_U · (1
-    − σ(beta · (z₀ − r))). z₀ is the reference point of the optimizer step, which has no gradient.
+    − σ(beta · (z₀ − r))). z₀ is the reference point of the optimizer step, which has no gradient. The implicit reward
+    of a completion is beta · r. The mean of the margins over a step is the mean reward of its desirable completions
+    minus that of its undesirable ones.
     """
     assert step.reference_point is not None, "KTO needs the reference point of the optimizer step"
     ratios, point = _compute_log_ratios(scores, reference), step.reference_point
     desirable_P = config.desirable_weight * torch.sigmoid(config.beta * (point - ratios.chosen_P))
     undesirable_P = config.undesirable_weight * torch.sigmoid(config.beta * (ratios.rejected_P - point))
+    has_chosen_P, has_rejected_P = ((each > 0).int() for each in (ratios.chosen_lengths_P, ratios.rejected_lengths_P))
+    loss_P = (desirable_P * has_chosen_P + undesirable_P * has_rejected_P) / (has_chosen_P + has_rejected_P)
+    rewards = [
+        config.beta * ratio_P / share if share else torch.zeros_like(ratio_P)
+        for ratio_P, share in ((ratios.chosen_P, step.chosen_share), (ratios.rejected_P, step.rejected_share))
+    ]
     return _build_terms(
-        (desirable_P + undesirable_P) / 2,
-        config.beta * (ratios.chosen_P - ratios.rejected_P),
-        reference_point=point.expand_as(desirable_P),
+        loss_P,
+        rewards[0] - rewards[1],
+        reference_point=point.expand_as(loss_P),
+        desirable_reward=rewards[0],
+        undesirable_reward=rewards[1],
     )
 
 

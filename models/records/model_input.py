@@ -27,7 +27,7 @@ from rheostat.models.records.columns import (
     lists,
     row_arrays,
 )
-from rheostat.models.records.schemas import EXPERTS, TOP_IDS, TOP_LOGPROBS, experts_type
+from rheostat.models.records.schemas import EXPERTS, TERM_REWARD, TOP_IDS, TOP_LOGPROBS, experts_type
 
 COMPLETION_TOKENS: Final = "completion_tokens"
 ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")
@@ -274,8 +274,9 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
 
 def select_with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return a table that contains only these columns and, if there are any, the columns with recorded experts of a
-    mixture-of-experts model and with a teacher's most probable tokens."""
-    return table.select([*columns, *(name for name in (EXPERTS, TOP_IDS, TOP_LOGPROBS) if name in table.column_names)])
+    mixture-of-experts model, with a teacher's most probable tokens, and with the scores of a reward term."""
+    optional = (EXPERTS, TOP_IDS, TOP_LOGPROBS, TERM_REWARD)
+    return table.select([*columns, *(name for name in optional if name in table.column_names)])
 
 
 def attach_experts(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:

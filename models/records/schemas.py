@@ -133,6 +133,10 @@ probability."""
 TOP_LOGPROBS: Final = "teacher_top_logprobs"
 """Name of the column with the log-probs of the tokens in `TOP_IDS` under the teacher, in the same order."""
 
+TERM_REWARD: Final = "term_reward"
+"""Name of an additional column of samples if the loss depends on which completions are correct: the score of the
+completion in one reward term, before shift, scale and weight. Null if the score is missing."""
+
 SAMPLE_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),

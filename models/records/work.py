@@ -199,6 +199,8 @@ class CreditWork:
     """Coefficient of the KL penalty in the reward, in this iteration."""
     solve_rate_term: str = ""
     """Name of the reward term from which the solve rates of the prompts are computed. Empty if they are not needed."""
+    sample_term: str = ""
+    """Name of the reward term whose scores are stored with the samples. Empty if the update does not need them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,28 +29,35 @@ _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 
 @dataclass(frozen=True, slots=True)
 class SequencePair:
-    """Model inputs of a preference pair: the prompt with the better completion, and with the worse one."""
+    """Model inputs of a preference pair: the prompt with the better completion, and with the worse one. A completion
+    with a label has only one of the two, and the other one is an empty input."""
 
     chosen: ModelInput
     rejected: ModelInput
 
     @property
     def size(self) -> int:
-        """Number of tokens of both sequences of the pair in a forward pass, including padding."""
-        return 2 * max(len(self.chosen), len(self.rejected))
+        """Number of tokens of the pair's sequences in a forward pass, including padding."""
+        lengths = [len(each) for each in (self.chosen, self.rejected) if each]
+        return len(lengths) * max(lengths)
 
 
 def mismatch_pairs(pairs: Sequence[SequencePair], *, context: int) -> list[SequencePair]:
     """Combine the prompt of each pair with the completions of the next pair, and the last prompt with the completions
-    of the first pair. Completions are cut so that no sequence has more than `context` tokens. Policies that are trained
-    with KTO estimate their KL divergence from the reference on these sequences (arXiv 2402.01306, section 4.1)."""
+    of the first pair. Completions with labels are combined in the same way, whatever their labels. Completions are cut
+    so that no sequence has more than `context` tokens. Policies that are trained with KTO estimate their KL divergence
+    from the reference on these sequences (arXiv 2402.01306, section 4.1)."""
 
     def combine(prompt: ModelInput, other: ModelInput) -> ModelInput:
+        if not prompt:
+            return prompt
         tokens = other.completion[: context - prompt.num_prompt_tokens]
         return ModelInput.from_prompt(prompt.prompt, prompt.images).append_completion(tokens)
 
     return [
-        SequencePair(combine(pair.chosen, other.chosen), combine(pair.rejected, other.rejected))
+        SequencePair(
+            combine(pair.chosen, other.chosen or other.rejected), combine(pair.rejected, other.rejected or other.chosen)
+        )
         for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True)
     ]
 
@@ -310,13 +317,17 @@ def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
 def _build_pairs(
     preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int, drop_long: bool
 ) -> list[SequencePair]:
-    """Combine model inputs, two for each preference, into pairs. With `drop_long`, pairs with an input of more than
-    `context` tokens are left out. Raises BadInput if an input is empty or too long, or if no pair remains."""
-    pairs = []
-    for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
+    """Combine model inputs, one for each completion of each preference, into pairs. With `drop_long`, pairs with an
+    input of more than `context` tokens are left out. Raises BadInput if an input is empty or too long, or if no pair
+    remains."""
+    pairs, remaining = list[SequencePair](), iter(inputs)
+    for pair in preferences:
+        chosen, rejected = (ModelInput() if pair.label is is_chosen else next(remaining) for is_chosen in (False, True))
         if drop_long and max(len(chosen), len(rejected)) > context:
             continue
         for name, each in (("chosen", chosen), ("rejected", rejected)):
+            if pair.label is (name == "rejected"):
+                continue
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
                 raise BadInput(

@@ -19,7 +19,7 @@ from rheostat.models.config.judges import TrainedRewardModel
 from rheostat.models.config.process_models import TrainedProcessModel
 from rheostat.models.config.training import DpoConfig, SupervisedWarmup
 from rheostat.models.modeling.batching import Rows, Sequences, plan_step
-from rheostat.models.modeling.layout import MicroBatch, lay_out
+from rheostat.models.modeling.layout import lay_out
 from rheostat.models.objectives.preferences import PairScores, PairStatistics, PairTerms
 from rheostat.models.text.sequences import SequencePair
 from rheostat.models.training.ranks import Ranks, sum_and_max
@@ -92,12 +92,6 @@ def take_step(trainer: Trainer, index: int, schedule: Schedule, *, where: str) -
     )
     if not isfinite(norm := trainer.step(rate)):
         raise Quarantined(f"{where}: the gradient norm is {norm}, which is not finite. Lower learning_rate")
-
-
-def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
-    """Build one micro-batch from preference pairs: the chosen completions of all pairs first, then the rejected
-    completions in the same order."""
-    return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
 PairLoss = Callable[[PairScores, PairScores | None, PairStatistics], PairTerms]
@@ -244,10 +238,15 @@ class _PairTraining:
     def _compute_statistics(self, batch: _PairBatch) -> PairStatistics:
         """Return the quantities of a loss that depend on all pairs of a batch. The reference point is the mean
         log-ratio of all mismatched sequences of all ranks, but at least 0. Collective: every rank must call this."""
-        chosen_tokens = sum(len(pair.chosen.trained_positions) for pair in batch.pairs) / len(batch.pairs)
+        size = len(batch.pairs)
+        statistics = PairStatistics(
+            sum(len(pair.chosen.trained_positions) for pair in batch.pairs if pair.chosen) / size,
+            chosen_share=sum(bool(pair.chosen) for pair in batch.pairs) / size,
+            rejected_share=sum(bool(pair.rejected) for pair in batch.pairs) / size,
+        )
         mismatched = batch.mismatched
         if mismatched is None:
-            return PairStatistics(chosen_tokens)
+            return statistics
         total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         for rows, baseline in zip(mismatched.microbatches, mismatched.baseline, strict=True):
             assert baseline is not None, "a reference point needs baseline scores"
@@ -255,14 +254,17 @@ class _PairTraining:
             total += (scores.chosen_P - baseline.chosen_P).double().sum()
             total += (scores.rejected_P - baseline.rejected_P).double().sum()
         sum_and_max(total, torch.zeros(1, device=self._ranks.device), self._ranks)
-        return PairStatistics(chosen_tokens, (total[0] / (2 * len(mismatched.pairs))).clamp(min=0))
+        count = sum(bool(each) for pair in mismatched.pairs for each in (pair.chosen, pair.rejected))
+        return statistics._replace(reference_point=(total[0] / count).clamp(min=0))
 
     def _compute_scores(self, pairs: Sequence[SequencePair], rows: Rows) -> PairScores:
         """Run one forward pass and return the score of each completion, which is the sum of the model's outputs over
         the completion's tokens. Collective: every rank must call this the same number of times."""
-        batch = lay_out_pairs([pairs[row] for row in rows])
+        sequences = [*(pairs[row].chosen for row in rows), *(pairs[row].rejected for row in rows)]
+        places = [place for place, each in enumerate(sequences) if each]
+        batch = lay_out([sequences[place] for place in places])
         logprobs_N = self._trainer.forward(batch)
-        rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
+        rows_N = torch.tensor(places, dtype=torch.int64)[torch.from_numpy(batch.rows_N)].to(logprobs_N.device)
         sums = torch.zeros(2 * len(rows), device=logprobs_N.device).index_add(0, rows_N, logprobs_N)
         lengths = torch.bincount(rows_N, minlength=2 * len(rows))
         self._on_progress()

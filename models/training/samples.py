@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rheostat.infra.counts import format_count
-from rheostat.infra.errors import Damaged
+from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.models.modeling.batching import Sequences
@@ -26,7 +26,7 @@ from rheostat.models.records.model_input import (
     select_with_optional,
     trained_tokens_mask,
 )
-from rheostat.models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA, TOP_IDS, TOP_LOGPROBS
+from rheostat.models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA, TERM_REWARD, TOP_IDS, TOP_LOGPROBS
 from rheostat.models.vision.families import ImageTokens
 
 
@@ -101,6 +101,18 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
         return samples.trained_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
     return _count_per_row(trained_tokens_mask(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
+
+
+def find_correct(samples: TrainingSamples, min_reward: float) -> Mask:
+    """Return a mask of the samples (K) whose completion has a score of at least `min_reward` in the reward term that is
+    stored with the samples. Raises BadInput if no scores are stored."""
+    if TERM_REWARD not in samples.table.column_names:
+        raise BadInput(
+            "update.positive_nll needs the scores of the completions, but the training samples of this iteration were "
+            "computed without this setting. Remove the setting for this iteration, or compute the samples again"
+        )
+    correct_K: Mask = pc.fill_null(pc.greater_equal(samples.table[TERM_REWARD], min_reward), False).to_numpy()
+    return correct_K
 
 
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:

@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from rheostat.models.config.objectives import UpdateConfig
+from rheostat.models.config.objectives import PositiveNll, UpdateConfig
 from rheostat.models.modeling.batching import Rows, StepPlan, plan_steps
 from rheostat.models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
 from rheostat.models.objectives.importance import needs_old
@@ -21,7 +21,7 @@ from rheostat.models.records.columns import Mask
 from rheostat.models.records.seeds import derive_seed
 from rheostat.models.records.work import UpdateWork
 from rheostat.models.training.ranks import Ranks
-from rheostat.models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
+from rheostat.models.training.samples import TrainingSamples, find_correct, read_training_rows, weighted_lengths
 from rheostat.models.training.selections import select_tokens
 from rheostat.models.training.trainer import learning_rate
 from rheostat.models.vision.families import ImageTokens
@@ -140,18 +140,37 @@ def _lay_out_step(
         zip(lengths, token_weights(config.loss.aggregation, [*lengths.values()]), strict=True)
     )
     weights = {row: weights_of_completions[samples.completions[row]] for row in rows}
+    positive_weights = None if config.positive_nll is None else _weigh_correct(rows, samples, config.positive_nll)
 
     def batch(part: Rows) -> TrainingBatch:
         microbatch = lay_out_samples([training_rows[row] for row in part], [weights[row] for row in part])
         if selected is not None:
             parts = [selected[row] for row in part]
             microbatch = replace(microbatch, selected_N=np.concatenate([np.zeros(0, np.bool_), *parts]))
+        if positive_weights is not None:
+            counts = [len(training_rows[row].logprobs) for row in part]
+            weights_N = np.repeat(np.array([positive_weights[row] for row in part], np.float32), counts)
+            microbatch = replace(microbatch, positive_weights_N=weights_N)
         return microbatch if config.max_staleness is None else _drop_stale_tokens(microbatch, config.max_staleness)
 
     return tuple(batch(part) for part in plan.microbatches[rank])
 
 
+def _weigh_correct(rows: Rows, samples: TrainingSamples, config: PositiveNll) -> dict[int, float]:
+    """Return the weight of each token of a sample in the mean over all tokens of the minibatch's correct completions,
+    by row number. `rows` are the rows of the minibatch on all ranks. The weight is 0 for completions that are not
+    correct."""
+    correct_K = find_correct(samples, config.min_reward)
+    total = sum(samples.trained_lengths[row] for row in rows if correct_K[row])
+    return {row: 1 / total if correct_K[row] and total else 0.0 for row in rows}
+
+
 def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
-    """Set the loss weight of tokens that are more than `max_staleness` policy versions old to 0, without changing the
-    denominator of the loss."""
-    return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
+    """Set the loss weights of tokens that are more than `max_staleness` policy versions old to 0, without changing the
+    denominators of the loss."""
+    stale_N, positive_N = batch.staleness_N > max_staleness, batch.positive_weights_N
+    return replace(
+        batch,
+        weights_N=np.where(stale_N, np.float32(0), batch.weights_N),
+        positive_weights_N=None if positive_N is None else np.where(stale_N, np.float32(0), positive_N),
+    )

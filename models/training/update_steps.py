@@ -298,6 +298,9 @@ def _on_device(
         old_N=old,
         reference_N=reference,
         selected_N=None if batch.selected_N is None else torch.from_numpy(batch.selected_N).to(device),
+        positive_weights_N=(
+            None if batch.positive_weights_N is None else torch.from_numpy(batch.positive_weights_N).to(device)
+        ),
     )
 
 
@@ -354,6 +357,8 @@ def update_metrics(
     metrics |= compute_step_ratios(sums) | summarize_behavior(
         {name: sums.pop(name) for name in [*sums] if name.startswith("behavior")}
     )
+    if "positive_nll" in sums:
+        metrics["positive_nll"] = sums.pop("positive_nll") / max(1.0, sums["positive_fraction"])
     for name, total in sums.items():
         if name.startswith(_STEP_PREFIX):
             continue

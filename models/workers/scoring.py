@@ -253,6 +253,7 @@ def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: Algor
         policy_version=work.policy_version,
         max_new_tokens=work.max_new_tokens,
         kl_coefficient=work.kl_coefficient,
+        sample_term=work.sample_term,
     )
 
 

@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy_losses import Cispo, Dppo, Gmpo, Gspo, LossConfig, PolicyGradient, PpoClip, Sapo
+from rheostat.models.config.policy_losses import (
+    Cispo,
+    Dppo,
+    Gmpo,
+    Gspo,
+    LossConfig,
+    PolicyGradient,
+    PpoClip,
+    Sapo,
+    Vespo,
+)
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
 from rheostat.models.objectives.losses import tally_mismatch, update_loss
 
@@ -20,6 +30,7 @@ LOSSES: tuple[LossConfig, ...] = (
     Sapo(),
     Gmpo(),
     Dppo(),
+    Vespo(),
 )
 """One loss of each kind, and with each option."""
 NAMES = [f"{loss.kind}{'_dual' if getattr(loss, 'dual_clip', None) else ''}" for loss in LOSSES]

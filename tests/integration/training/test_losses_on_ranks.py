@@ -46,6 +46,7 @@ AGGREGATIONS = (
     SequenceMean(),
     SequenceMean(),
     TokenMean(),
+    TokenMean(),
 )
 CONFIGS = {
     name: change(BASE, loss=change(loss, clip_low=0.05, clip_high=0.06, aggregation=aggregation))
@@ -69,7 +70,7 @@ def test_every_loss_gives_the_same_update_on_two_ranks_with_many_micro_batches_a
         assert all(alone.metrics[f"importance_{kind}"] > 0 for kind in ("masked", "weight_mean"))
         assert alone.metrics["too_stale_fraction"] == pytest.approx(0.25, abs=0.1)
         clipped = found.metrics["clip_fraction_low"] + found.metrics["clip_fraction_high"]
-        assert clipped > 0.05 or name in ("policy_gradient", "sapo", "kl_cov")
+        assert clipped > 0.05 or name in ("policy_gradient", "sapo", "kl_cov", "vespo")
         assert found.metrics.get("selected_fraction", 0.3) == pytest.approx(0.3, abs=0.01)
     steps = {name: gradients(uri, found) for name, found in many.items() if name != "ppo_clip_dual"}  # as ppo_clip here
     assert not any(np.allclose(steps[one], steps[other]) for one, other in combinations(steps, 2))

@@ -14,7 +14,17 @@ from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import NoKl
-from rheostat.models.config.policy_losses import Cispo, ConstantMean, Gmpo, Gspo, PpoClip, Sapo, SequenceMean, TokenMean
+from rheostat.models.config.policy_losses import (
+    Cispo,
+    ConstantMean,
+    Gmpo,
+    Gspo,
+    PpoClip,
+    Sapo,
+    SequenceMean,
+    TokenMean,
+    Vespo,
+)
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import UpdateWork
 from rheostat.models.text.tokenizer import load_tokenizer
@@ -28,6 +38,7 @@ pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL t
 LONGEST, LOW, HIGH = 30, 0.05, 0.06
 CLIPS = {"clip_low": LOW, "clip_high": HIGH}
 TEMPERATURES = {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 4.0}
+KERNEL = {"k_pos": 1.5, "lambda_pos": 2.5, "k_neg": 0.5, "lambda_neg": 1.5}
 CASES = {  # our loss, and TRL's settings
     "grpo": (PpoClip(aggregation=SequenceMean(), **CLIPS), {"loss_type": "grpo"}),
     "dapo": (PpoClip(aggregation=TokenMean(), **CLIPS), {"loss_type": "dapo"}),
@@ -40,6 +51,14 @@ CASES = {  # our loss, and TRL's settings
     "cispo": (Cispo(aggregation=TokenMean(), clip_high=HIGH), {"loss_type": "cispo", "epsilon_high": 1 + HIGH}),
     "sapo": (Sapo(positive_temperature=1.5, negative_temperature=4.0), {"loss_type": "sapo", **TEMPERATURES}),
     "gmpo": (Gmpo(**CLIPS), {}),
+    "luspo": (
+        Gspo(aggregation=ConstantMean(length=1), **CLIPS),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    ),
+    "vespo": (
+        Vespo(positive_power=1.5, positive_decay=2.5, negative_power=0.5, negative_decay=1.5),
+        {"loss_type": "vespo", **{f"vespo_{name}": value for name, value in KERNEL.items()}},
+    ),
 }
 
 

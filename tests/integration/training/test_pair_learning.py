@@ -15,7 +15,7 @@ from rheostat.infra.store.storage import open_store
 from rheostat.models.config.judges import TrainedRewardModel
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.preference_losses import CpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
-from rheostat.models.config.preferences import AnswerPreferences, FilePreferences
+from rheostat.models.config.preferences import AnswerPreferences, FilePreferences, LabeledPreferences
 from rheostat.models.config.training import DpoConfig, WarmupConfig
 from rheostat.models.data.preferences import load_preferences
 from rheostat.models.modeling.reward_model import load_reward_model, score
@@ -105,6 +105,51 @@ def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, k
 def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, policy, kind):
     small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
     assert_alike(uri, small, large)
+
+
+def label_work(tmp_path: Path, policy: ModelVersion, **changes) -> PreferenceWork:
+    """Return the work of KTO on single completions, the chosen and the rejected ones of pairs in turn."""
+    for split in ("train", "heldout"):
+        pairs = load_preferences(PREFERENCES, DATA, split=split, seed=3)
+        rows = [
+            {
+                "prompt": pair.prompt,
+                "completion": pair.rejected if number % 3 else pair.chosen,
+                "label": number % 3 == 0,
+            }
+            for number, pair in enumerate(pairs)
+        ]
+        Path(tmp_path, f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = LabeledPreferences(path=Path(tmp_path, "train.jsonl"), heldout_path=Path(tmp_path, "heldout.jsonl"))
+    return dpo_work(policy, change(DPO, loss=KtoLoss(desirable_weight=2.0), **changes), files)
+
+
+def test_kto_on_single_completions_depends_neither_on_micro_batches_nor_on_another_run(uri, policy, tmp_path):
+    work = label_work(tmp_path, policy)
+    small, large = (perform(start_worker(uri, change(CONFIG, microbatch_tokens=size)), work) for size in (1, 99_999))
+    assert_alike(uri, small, large)
+    assert (small.metrics["pairs"], small.metrics["heldout_pairs"]) == (64, 16)
+    rewards = [small.metrics[f"heldout_{name}_reward"] for name in ("desirable", "undesirable")]
+    assert rewards[0] - rewards[1] == pytest.approx(small.metrics["heldout_margin"])
+    assert rewards[0] != 0 != rewards[1]
+
+
+def test_kto_on_single_completions_raises_desirable_over_undesirable_rewards(uri, policy, tmp_path):
+    worker = start_worker(uri, ROOMY)
+    found = worker.prefer(label_work(tmp_path, policy, steps=100, learning_rate=5e-3)).metrics
+    assert found["margin"] > 1 < found["desirable_reward"] and found["heldout_margin"] > 0
+    assert found["accuracy"] > 0.5
+    assert found["loss_last"] < 0.5 < found["loss_first"]
+
+
+@pytest.mark.system
+def test_two_ranks_train_the_same_weights_on_single_completions_as_one_rank(uri, policy, tmp_path):
+    work = label_work(tmp_path, policy)
+    alone = perform(start_worker(uri, CONFIG), work)
+    kinds = [{"microbatch_tokens": 150}, {"zero_stage": 3}, {"sequence_parallel": 2}]
+    jobs = {str(number): Job(change(CONFIG, **kind), [work]) for number, kind in enumerate(kinds)}
+    for [found] in run_on_ranks(uri, jobs).values():
+        assert_alike(uri, alone, found)
 
 
 @pytest.mark.system
@@ -230,7 +275,7 @@ def test_losses_without_a_reference_run_no_forward_passes_for_it(uri, policy, ki
 
 @pytest.mark.parametrize(
     ("kind", "extra"),
-    [("kto", {"reference_point"}), ("orpo", {"nll"}), ("simpo", set())],
+    [("kto", {"reference_point", "desirable_reward", "undesirable_reward"}), ("orpo", {"nll"}), ("simpo", set())],
 )
 def test_training_with_any_loss_raises_the_accuracy_on_held_out_pairs(uri, policy, kind, extra):
     outcome = start_worker(uri, ROOMY).prefer(loss_work(policy, kind, steps=100, learning_rate=5e-3))

@@ -50,7 +50,9 @@ def build_pairs(lengths: list[tuple[int, int]], *, prompt: int) -> list[Sequence
 
 
 def sum_logprobs(table: Tensor, each: ModelInput) -> Tensor:
-    """Return the log-prob of a completion under a bigram model."""
+    """Return the log-prob of a completion under a bigram model, or 0 for an input without a completion."""
+    if not each:
+        return table.new_zeros(())
     tokens, start = torch.tensor(each.tokens).long(), each.num_prompt_tokens
     logprobs = table.log_softmax(-1)[tokens[:-1], tokens[1:]]
     return logprobs[start - 1 :].sum()
@@ -67,7 +69,12 @@ def compute_ours(config: PreferenceLoss, table: Tensor, reference: Tensor, pairs
     mismatched = mismatch_pairs(pairs, context=99)
     ours, theirs = (score_pairs(each, mismatched) for each in (table.detach(), reference))
     ratios = torch.cat([ours.chosen_P - theirs.chosen_P, ours.rejected_P - theirs.rejected_P])
-    step = PairStatistics(scores.chosen_lengths_P.double().mean().item(), ratios.mean().clamp(min=0))
+    present = [[bool(getattr(pair, side)) for pair in pairs] for side in ("chosen", "rejected")]
+    step = PairStatistics(
+        scores.chosen_lengths_P.double().mean().item(),
+        (ratios.sum() / sum(map(sum, present))).clamp(min=0),
+        *(sum(each) / len(pairs) for each in present),
+    )
     return implementation_of(config)(scores, baseline, step=step, config=config)
 
 
@@ -123,22 +130,23 @@ def run_dpo_trainer(loss_type: str, beta: float, model: BigramModel, reference: 
     return loss, trainer._metrics["train"]["rewards/accuracies"][0]
 
 
-def run_kto_trainer(config: KtoLoss, model: BigramModel, reference: Tensor, pairs) -> tuple[Tensor, float]:
+def run_kto_trainer(config: KtoLoss, model: BigramModel, reference: Tensor, pairs) -> tuple[Tensor, dict[str, list]]:
     trainer = build_trainer(
         KTOTrainer, model, beta=config.beta, loss_type="kto", calculate_KL=True,
         desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
     )  # fmt: skip
     sides = [
-        [*(pair.chosen for pair in each), *(pair.rejected for pair in each)]
-        for each in (pairs, mismatch_pairs(pairs, context=99))
+        [each for each in (*(pair.chosen for pair in some), *(pair.rejected for pair in some)) if each]
+        for some in (pairs, mismatch_pairs(pairs, context=99))
     ]
     batch = pad_batch(sides[0]) | {f"KL_{name}": value for name, value in pad_batch(sides[1]).items()}
-    batch["label"] = torch.tensor([True] * len(pairs) + [False] * len(pairs))
+    num_chosen = sum(bool(pair.chosen) for pair in pairs)
+    batch["label"] = torch.tensor([True] * num_chosen + [False] * (len(sides[0]) - num_chosen))
     batch["ref_logps"], batch["ref_KL_logps"] = (
         torch.stack([sum_logprobs(reference, each) for each in side]) for side in sides
     )
     loss = trainer._compute_loss(model, batch, return_outputs=False)
-    return loss, trainer._metrics["train"]["kl"][0]
+    return loss, trainer._metrics["train"]
 
 
 def run_pair_trainer(trainer: CPOTrainer | ORPOTrainer, model: BigramModel, pairs) -> tuple[Tensor, dict[str, float]]:
@@ -176,11 +184,33 @@ def test_dpo_and_ipo_are_those_of_trl(loss_type, config):
 def test_kto_and_its_reference_point_are_those_of_trl(policy, is_clamped):
     table, reference, pairs = build_table(policy).requires_grad_(), build_table(2), build_pairs(LENGTHS, prompt=3)
     config = KtoLoss(beta=0.2, desirable_weight=1.3, undesirable_weight=0.7)
-    loss, point = run_kto_trainer(config, BigramModel(table), reference, pairs)
+    assert (compare_with_kto_trainer(config, table, reference, pairs) == 0) is is_clamped
+
+
+@pytest.mark.parametrize("labels", [[True, False, True], [False, False, True], [True, True, True], [False] * 3])
+def test_kto_on_single_completions_with_labels_is_that_of_trl(labels):
+    reference, config = build_table(2), KtoLoss(beta=0.2, desirable_weight=1.3, undesirable_weight=0.7)
+    pairs = [
+        SequencePair(pair.chosen, ModelInput()) if label else SequencePair(ModelInput(), pair.rejected)
+        for pair, label in zip(build_pairs(LENGTHS, prompt=3), labels, strict=True)
+    ]
+    tables = [build_table(seed).requires_grad_() for seed in (1, 3, 4, 5, 6, 7)]
+    points = [compare_with_kto_trainer(config, table, reference, pairs) for table in tables]
+    assert min(points) == 0 < max(points), "some reference points should be at the bound and some not"
+
+
+def compare_with_kto_trainer(config: KtoLoss, table: Tensor, reference: Tensor, pairs: list[SequencePair]) -> float:
+    """Check that loss, gradients and metrics are those of TRL, and return the reference point."""
+    loss, metrics = run_kto_trainer(config, BigramModel(table), reference, pairs)
     ours = compute_ours(config, table, reference, pairs)
     assert_same(ours, loss, table)
+    [point] = metrics["kl"]
     assert ours.extra_P["reference_point"].tolist() == pytest.approx([point] * len(pairs))
-    assert (point == 0) is is_clamped
+    rewards = [metrics.get(f"rewards/{side}", [0.0])[0] for side in ("chosen", "rejected")]
+    for name, reward in zip(("desirable_reward", "undesirable_reward"), rewards, strict=True):
+        assert ours.extra_P[name].mean().item() == pytest.approx(reward, abs=1e-6)
+    assert ours.margins_P.mean().item() == pytest.approx(rewards[0] - rewards[1], abs=1e-6)
+    return point
 
 
 @pytest.mark.parametrize(

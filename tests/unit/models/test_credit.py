@@ -19,7 +19,7 @@ from rheostat.models.config.teachers import Distillation, TeacherDirectory
 from rheostat.models.credit.assign import BAD_ESTIMATES, CreditRule, credit_completions
 from rheostat.models.credit.inputs import TermColumns
 from rheostat.models.credit.selection import GroupQuota, informative_prompts
-from rheostat.models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, TERM_REWARD, score_schema
 
 OUTCOME = TermColumns("numeric", 2.0)
 STEPS = TermColumns("steps", 1.0, is_process=True)
@@ -251,3 +251,10 @@ def test_advantages_are_normalized_over_the_groups_that_dynamic_sampling_keeps()
     credit = tables.credit(ReinforcePlusPlus(kl=None), quota=GroupQuota(target=1, metric="numeric", fill=False))
     assert advantages_of(credit) == [[1], [-1]]
     assert credit.surplus == ((1,),)
+
+
+def test_samples_have_the_score_of_a_reward_term_if_the_update_needs_it():
+    tables = Tables([1.0, 0.0, 0.5], [2, 3, 1]).with_steps(*[([0], [7.0])] * 3)
+    samples = tables.credit(Grpo(), sample_term="numeric").samples
+    assert samples[TERM_REWARD].to_pylist() == [1.0, 0.0, 0.5]  # not multiplied by the weight of 2
+    assert TERM_REWARD not in tables.credit(Grpo()).samples.column_names

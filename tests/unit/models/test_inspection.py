@@ -15,7 +15,18 @@ from rheostat.infra.variants import check_implementation
 from rheostat.models.config.engines import TransformersEngine, VllmEngine
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.policy import ScratchPolicy
-from rheostat.models.config.policy_losses import Cispo, ClipCov, Dppo, Gmpo, Gspo, KlCov, PolicyGradient, PpoClip, Sapo
+from rheostat.models.config.policy_losses import (
+    Cispo,
+    ClipCov,
+    Dppo,
+    Gmpo,
+    Gspo,
+    KlCov,
+    PolicyGradient,
+    PpoClip,
+    Sapo,
+    Vespo,
+)
 from rheostat.models.data.problems import load_problems
 from rheostat.models.engines.protocol import check_class
 from rheostat.models.inspection.directory import inspect_directory
@@ -132,7 +143,7 @@ def test_the_bundled_classes_pass_the_checks_of_user_classes():
     for engine in (TransformersEngine(), VllmEngine()):
         assert engine.ships_with("models")
         check_class(engine, name="engine")
-    for loss in (PpoClip(), Gspo(), Cispo(), PolicyGradient(), Sapo(), Gmpo(), ClipCov(), KlCov(), Dppo()):
+    for loss in (PpoClip(), Gspo(), Cispo(), PolicyGradient(), Sapo(), Gmpo(), ClipCov(), KlCov(), Dppo(), Vespo()):
         assert loss.ships_with("models")
         check_implementation(loss, *LOSS, where="update.loss", named=LOSS_NAMED)
 

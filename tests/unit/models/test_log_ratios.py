@@ -12,7 +12,17 @@ from rheostat.models.algorithms.shaping import divergence
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy_losses import Cispo, Dppo, Gmpo, Gspo, LossConfig, PolicyGradient, PpoClip, Sapo
+from rheostat.models.config.policy_losses import (
+    Cispo,
+    Dppo,
+    Gmpo,
+    Gspo,
+    LossConfig,
+    PolicyGradient,
+    PpoClip,
+    Sapo,
+    Vespo,
+)
 from rheostat.models.objectives.importance import correct, mismatch
 from rheostat.models.objectives.loss_inputs import LossInputs
 from rheostat.models.objectives.losses import kl_estimate
@@ -40,8 +50,8 @@ def evaluate_in_single_precision(config: UpdateConfig, tokens: LossInputs, logpr
 
 def to_single_precision(tokens: LossInputs) -> LossInputs:
     columns = {each.name: getattr(tokens, each.name) for each in fields(tokens)}
-    doubled = {name: value for name, value in columns.items() if value is not None and value.dtype == torch.float64}
-    return replace(tokens, **{name: value.float() for name, value in doubled.items()})
+    tensors = {name: value for name, value in columns.items() if isinstance(value, torch.Tensor)}
+    return replace(tokens, **{name: each.float() for name, each in tensors.items() if each.dtype == torch.float64})
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda each: f"{each.kind}_{getattr(each, 'level', '')}")
@@ -85,6 +95,7 @@ def test_without_a_penalty_a_token_without_advantage_adds_exactly_nothing_despit
         (Sapo(negative_temperature=4.0), 2.0, 0.0),  # the gate is at its limit of 4 / τ
         (Gmpo(), 2 * MAX_RATIO, 2 * MAX_RATIO),  # as in GSPO
         (Dppo(), 2 * MAX_RATIO, 0.0),  # a token that moves back is not masked
+        (Vespo(), 0.0, 0.0),  # the weight has faded out
     ],
     ids=NAMES,
 )

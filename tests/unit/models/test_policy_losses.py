@@ -1,11 +1,13 @@
-"""Policy losses SAPO, GMPO and DPPO, against numbers worked by hand and the formulas of their papers."""
+"""Policy losses SAPO, GMPO, VESPO and DPPO, against numbers worked by hand and the formulas of their papers."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from rheostat.models.config.policy_losses import Dppo, Gmpo, Gspo, LossConfig, Sapo
+from rheostat.models.config.policy_losses import ConstantMean, Dppo, Gmpo, Gspo, LossConfig, PolicyGradient, Sapo, Vespo
+from rheostat.models.objectives.losses import token_weights
 from rheostat.models.objectives.policy_losses import binary_kl, policy_loss
 from tests.support.losses import doubles, move_policy, pass_tokens
 
@@ -96,6 +98,63 @@ def test_gmpo_without_clipping_is_gspo_without_clipping():
     wide, expected = compute_terms(Gspo(clip_low=0.999, clip_high=99), ratios, advantages, lengths=lengths)
     assert found.loss_N.tolist() == pytest.approx(wide.loss_N.tolist())
     assert gradients == pytest.approx(expected)
+
+
+# ---- LUSPO
+
+
+def test_gspo_summed_over_tokens_has_the_gradient_of_luspo_which_multiplies_each_sequence_by_its_length():
+    # LUSPO (arXiv 2602.05261): the mean over sequences of length x min(s A, clip(s) A), with the ratio s of GSPO.
+    lengths, advantages = [3, 1, 5, 2], [0.7, -1.1, -0.4, 1.3]
+    per_token = [advantage for advantage, length in zip(advantages, lengths, strict=True) for _ in range(length)]
+    old = (-torch.rand(11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) - 0.5).tolist()
+    tokens = pass_tokens(lengths, behaviour=old, advantages=per_token, old=old)
+    ours, theirs = move_policy(tokens, seed=3), move_policy(tokens, seed=3)
+    config = Gspo(clip_low=0.1, clip_high=0.15, aggregation=ConstantMean(length=1))
+    weights_N = doubles(np.repeat(token_weights(config.aggregation, lengths), lengths).tolist())
+    loss = (policy_loss(ours, tokens.old_N, tokens=tokens, config=config).loss_N * weights_N).sum()
+    terms = []
+    for log_ratios, advantage in zip(torch.split(theirs - tokens.old_N, lengths), advantages, strict=True):
+        s = log_ratios.mean().exp()
+        terms.append(-len(log_ratios) * torch.minimum(s * advantage, s.clamp(0.9, 1.15) * advantage))
+    expected = torch.stack(terms).mean()
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# ---- VESPO
+
+
+def test_vespo_weights_the_log_probs_of_a_sequence_by_a_kernel_of_the_product_of_its_ratios():
+    # Ratios (4, 1/2), (2, 1, 1/4) and (8): products 2, 1/2 and 8. The last two sequences have the other parameters.
+    config = Vespo(positive_power=2, positive_decay=3, negative_power=1, negative_decay=0.5)
+    ratios, advantages = [4, 0.5, 2, 1, 0.25, 8], [3, 3, -1, -1, -1, -2]
+    terms, gradients = compute_terms(config, ratios, advantages, lengths=[2, 3, 1])
+    good, bad, far = 2**2 * math.exp(-3), 0.5 * math.exp(0.25), 8 * math.exp(0.5 * -7)
+    expected = [-3 * good, -3 * good, bad, bad, bad, 2 * far]
+    assert gradients == pytest.approx(expected)
+    logprobs = [math.log(0.25 * ratio) for ratio in ratios]
+    assert terms.loss_N.tolist() == pytest.approx([a * b for a, b in zip(expected, logprobs, strict=True)])
+    assert terms.ratio_N.tolist() == pytest.approx([2, 2, 0.5, 0.5, 0.5, 8])
+    assert not (terms.clipped_low_N.any() or terms.clipped_high_N.any())
+
+
+def test_vespo_at_the_old_policy_is_the_policy_gradient():
+    advantages = [2.0, -3.0, 0.5]
+    found, expected = (
+        compute_terms(each, [1, 1, 1], advantages, lengths=[2, 1]) for each in (Vespo(), PolicyGradient())
+    )
+    assert found[1] == pytest.approx(expected[1])
+    assert found[0].loss_N.tolist() == pytest.approx(expected[0].loss_N.tolist())
+
+
+@pytest.mark.parametrize("ratio", [1e30, 1e-30])
+def test_a_sequence_far_from_the_old_policy_has_no_gradient_in_vespo_and_other_sequences_keep_theirs(ratio):
+    for advantage in (1.0, -1.0):
+        _, gradients = compute_terms(Vespo(), [ratio, 1.0, 1.0], [advantage] * 3, lengths=[2, 1])
+        assert gradients == pytest.approx([0, 0, -advantage], abs=1e-8)
 
 
 # ---- DPPO

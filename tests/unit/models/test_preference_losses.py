@@ -139,6 +139,31 @@ def test_kto_measures_both_completions_from_the_reference_point():
     assert found.extra_P["reference_point"].tolist() == [1.0]
 
 
+def test_kto_rates_a_single_completion_by_its_label_and_ignores_the_missing_one():
+    # As above, but each completion takes the place of a pair: log-ratios 2 (desirable) and -2 (undesirable).
+    config = KtoLoss(beta=1.0, desirable_weight=2.0, undesirable_weight=3.0)
+    leaves = [doubles(values).requires_grad_() for values in ([-8.0, 0.0], [0.0, -12.0])]
+    scores = pair_scores(*leaves, lengths=([3, 0], [0, 2]))
+    baseline = scores._replace(chosen_P=doubles([-10.0, 0.0]), rejected_P=doubles([0.0, -10.0]))
+    step = PairStatistics(1.5, torch.tensor(1.0).double(), chosen_share=0.5, rejected_share=0.5)
+    found = implementation_of(config)(scores, baseline, step=step, config=config)
+    assert found.loss_P.tolist() == pytest.approx([2 * 0.268941, 3 * 0.047426], abs=1e-6)
+    assert found.right_P.tolist() == [True, True]
+    assert found.margins_P.mean().item() == pytest.approx(2 - -2)
+    assert found.extra_P["desirable_reward"].mean().item() == pytest.approx(2)
+    assert found.extra_P["undesirable_reward"].mean().item() == pytest.approx(-2)
+    found.loss_P.sum().backward()
+    assert [leaf.grad.count_nonzero().item() for leaf in leaves] == [1, 1]
+
+
+def test_the_accuracy_of_a_single_completion_is_the_sign_of_its_reward():
+    for log_ratio, right in ((0.5, [True, False]), (-0.5, [False, True])):
+        scores = pair_scores([log_ratio, 0.0], [0.0, log_ratio], lengths=([1, 0], [0, 1]))
+        step = PairStatistics(0.5, torch.tensor(9.0).double(), 0.5, 0.5)
+        reference = pair_scores([0.0, 0.0], [0.0, 0.0], lengths=([1, 0], [0, 1]))
+        assert implementation_of(KtoLoss())(scores, reference, step=step, config=KtoLoss()).right_P.tolist() == right
+
+
 def test_bradley_terry_has_its_values_at_rewards_worked_by_hand():
     found = bradley_terry(pair_scores([1.5, -1.0], [0.5, 1.0]), centering=0.0)
     assert found.loss_P.tolist() == pytest.approx([0.313262, 2.126928])  # ln(1 + e^-1), ln(1 + e^2)
@@ -218,6 +243,16 @@ def test_mismatched_pairs_have_the_completions_of_the_next_pair_cut_to_the_conte
         build_pair([4], [30, 31, 32], [33, 34]),
         build_pair([5, 6], [10], [11, 12]),
     ]
+
+
+def test_mismatched_completions_with_labels_come_from_the_next_row_with_any_label():
+    one, two = build_pair([1, 2], [10], [11]), build_pair([3], [20, 21], [22])
+    rows = [SequencePair(one.chosen, ModelInput()), SequencePair(ModelInput(), two.rejected)]
+    assert mismatch_pairs(rows, context=4) == [
+        SequencePair(build_pair([1, 2], [22], [0]).chosen, ModelInput()),
+        SequencePair(ModelInput(), build_pair([3], [0], [10]).rejected),
+    ]
+    assert [row.size for row in rows] == [3, 2]
 
 
 # ---- configuration

@@ -100,7 +100,7 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
         update_loss(logprobs_N, tokens, config=config, kl_coefficient=0.1, tally=MetricSums()).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         assert len(calls) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
-    assert (loss_gradient is None) == (loss.kind in ("gspo", "gmpo") or correction in ("sequence", "veto"))
+    assert (loss_gradient is None) == (loss.compares_sequences or correction in ("sequence", "veto"))
     with_bonus = config.model_copy(update={"entropy": EntropyBonus(coefficient=0.1)})
     assert build_loss_gradient(tokens, config=with_bonus, kl_coefficient=0.1) is None
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)

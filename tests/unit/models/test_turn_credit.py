@@ -17,7 +17,7 @@ from rheostat.models.judges.verdicts import Judgement
 from rheostat.models.modeling.batching import Sequences, plan_steps
 from rheostat.models.modeling.layout import TrainingSample, lay_out_samples
 from rheostat.models.records.model_input import TURN_PROMPT, ModelInput, rollout_inputs
-from rheostat.models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
+from rheostat.models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, TERM_REWARD, score_schema
 from rheostat.models.records.turn_prompts import count_turn_prompts, split_at_prompts
 from rheostat.models.rewards.environment import environment_rewards, returns_to_go
 from rheostat.models.rollouts.groups import TurnRecord
@@ -141,6 +141,13 @@ def test_every_turn_has_the_advantage_of_its_episode_among_the_episodes_of_its_g
     assert [row["advantages"] for row in assign_credit(DrGrpo()).samples.to_pylist()] == expected
     for row, found in zip(expected, assign_credit(Grpo()).samples.to_pylist(), strict=True):
         assert found["advantages"] == pytest.approx(np.sign(row), abs=1e-5)  # the deviation is the distance to the mean
+
+
+def test_every_turn_of_an_episode_has_the_score_of_the_episode():
+    rollouts, scores, _ = build_tables(WITH_PROMPTS)
+    rule = CreditRule(terms=(NUMERIC,), algorithm=Grpo(), policy_version=6, sample_term="numeric")
+    found = credit_completions([rollouts], [scores], rule).samples[TERM_REWARD].to_pylist()
+    assert found == [REWARDS[number] for number, turns in enumerate(TURNS) for _ in turns]
 
 
 def test_metrics_count_episodes_and_the_prompts_of_their_turns():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rheostat.models.config.corrections import MaskedImportance, NoCorrection, TruncatedImportance
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.objectives import EntropyBonus, UpdateConfig
+from rheostat.models.config.objectives import EntropyBonus, PositiveNll, UpdateConfig
 from rheostat.models.config.policy_losses import Gspo, PolicyGradient, PpoClip
 from rheostat.models.objectives.importance import correct, needs_old
 from rheostat.models.objectives.loss_inputs import LossInputs, MetricSums
@@ -297,3 +297,27 @@ def test_the_entropy_coefficient_changes_linearly_to_its_final_value_in_the_last
     found = [config.with_entropy_at(step, total).entropy.coefficient for step in range(total)]
     assert found == pytest.approx(coefficients)
     assert UpdateConfig().with_entropy_at(0, 5) == UpdateConfig()
+
+
+# ---- the likelihood of correct completions
+
+
+def test_the_likelihood_of_correct_completions_is_added_with_separate_weights():
+    # Only the first of two sequences is correct: the weight of its two tokens is 1/2 whatever their weight in the loss.
+    tokens = replace(random_tokens([2, 2], seed=0), positive_weights_N=doubles([0.5, 0.5, 0, 0]))
+    config = UpdateConfig(positive_nll=PositiveNll(coefficient=0.2))
+    logprobs_N = move_policy(tokens, seed=0)
+    plain, plain_gradient, _ = evaluate_loss(logprobs_N, tokens, UpdateConfig())
+    loss, gradient, sums = evaluate_loss(logprobs_N, tokens, config)
+    assert loss == pytest.approx(plain - 0.2 * (logprobs_N[0] + logprobs_N[1]).item() / 2)
+    torch.testing.assert_close(gradient, plain_gradient - doubles([0.1, 0.1, 0, 0]))
+    assert (sums["positive_nll"], sums["positive_fraction"]) == (pytest.approx(-logprobs_N[:2].sum().item()), 2)
+
+
+def test_the_likelihood_of_correct_completions_is_neither_masked_nor_corrected():
+    tokens = random_tokens([2], seed=0)
+    tokens = replace(tokens, positive_weights_N=doubles([0.5, 0.5]), low_entropy_N=torch.tensor([True, True]))
+    config = UpdateConfig(positive_nll=PositiveNll(coefficient=1), correction=MaskedImportance(low=0.998, high=1.002))
+    _, gradient, sums = evaluate_loss(move_policy(tokens, seed=0), tokens, config)
+    assert sums["importance_masked"] == 2
+    assert gradient.tolist() == pytest.approx([-0.5, -0.5])
