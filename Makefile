@@ -88,7 +88,7 @@ faults: $(VENV)/.dev  ## docs/faults.md, written again from disturbed runs
 vllm: $(VENV)/.base  ## the environment with vLLM, a separate one; found at once when it is there
 	@$(BIN)/rheostat engine install vllm $(ARGS)
 
-test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="-m vllm" for the long ones too
+test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="-m 'vllm and not gpu'" for the long ones too
 	@$(BIN)/rheostat engine install vllm
 	@$(BIN)/python -m pytest -m "vllm and not slow" $(ARGS)
 

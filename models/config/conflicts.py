@@ -300,7 +300,8 @@ def _find_staleness_conflicts(update: UpdateConfig, rollout: RolloutConfig) -> I
                 f"rollout.staleness = {rollout.staleness} cannot be combined with rollout.{name}, because the next "
                 "prompts would depend on an unfinished iteration. Remove one of them"
             )
-    if not (update.stale_correction or update.correction).compares_with_trainer:
+    is_corrected = (update.stale_correction or update.correction).compares_with_trainer
+    if not is_corrected and not update.loss.corrects_importance:
         yield (
             f"rollout.staleness is {rollout.staleness}, so tokens of an older policy need a correction. Set "
             "update.stale_correction, such as {kind = 'truncated'}"

@@ -53,6 +53,9 @@ class PolicyLoss(Variant):
     `tokens.selected_N`. None if the loss selects no tokens."""
     needs_tokens: ClassVar[bool] = False
     """Whether the loss is defined only for log-probs of text tokens, and not for those of denoising steps."""
+    corrects_importance: ClassVar[bool] = False
+    """Whether the loss itself corrects for the difference from the policy that generated the tokens, so that no
+    importance correction may be configured."""
     uses_forward_process: ClassVar[bool] = False
     """Whether the loss needs no log-probs, but the velocities that a text-to-image policy predicts for its generated
     pictures with new noise. `implementation` then names a
@@ -188,6 +191,7 @@ class Vespo(PolicyLoss):
 
     implementation = "rheostat.models.objectives.policy_losses:vespo"
     compares_sequences = True
+    corrects_importance = True
 
     kind: Literal["vespo"] = "vespo"
     positive_power: Annotated[float, Field(ge=0)] = 2.0

@@ -78,7 +78,7 @@ class DifficultyCurriculum(Settings):
     unseen_solve_rate: Fraction = 0.25
     """Solve rate that a prompt without a known solve rate counts as. At the target, new prompts come before all known
     ones. Far from the target, known prompts are repeated first."""
-    min_part_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_part_factor: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Since("0.2.0", before=None)] = None
     """If set, the files of a mixture are sampled more often if more can be learned from them. The weight of each file
     is multiplied by its learnability, as a share of the largest one, and at least by this factor. The learnability is
     the mean of p (1 - p) over the last known solve rates p of its prompts (arXiv 2502.12272), and the factor of a file

@@ -39,6 +39,7 @@ from rheostat.models.records.columns import (
     flat,
     floats,
     integers,
+    large_lists,
     lengths_of,
     lists,
 )
@@ -104,13 +105,13 @@ def build_sample_table(
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
-def _split_top(rollouts: pa.Table, top: pa.Table) -> dict[str, pa.ListArray]:
+def _split_top(rollouts: pa.Table, top: pa.Table) -> dict[str, pa.LargeListArray]:
     """Return the columns of the teacher's most probable tokens, divided among the rows of `rollouts`. These are the
     completions of `top`, in the same order, possibly split into several rows each."""
     counts_K = GeneratedTokens.of(rollouts).counts_N
     values = {name: flat(top[name]) for name in (TOP_IDS, TOP_LOGPROBS)}
     width = len(values[TOP_IDS]) // max(1, int(counts_K.sum()))
-    return {name: lists(each, counts_K * width) for name, each in values.items()}
+    return {name: large_lists(each, counts_K * width) for name, each in values.items()}
 
 
 def staleness(

@@ -85,7 +85,7 @@ class PromptChoice:
         return {"seen_prompts": float(len(known)), "solve_rate_sum": math.fsum(known)}
 
 
-class Candidates(NamedTuple):
+class CandidateRows(NamedTuple):
     """Candidate rows of one position in the stream of prompts."""
 
     part: int
@@ -117,7 +117,7 @@ class PromptOrder:
             return (cursor.position,)
         return cursor.drawn or _count_drawn(cursor.position, weights=[part.weight for part in parts], seed=self.seed)
 
-    def candidates_from(self, cursor: Cursor) -> Iterator[Candidates]:
+    def candidates_from(self, cursor: Cursor) -> Iterator[CandidateRows]:
         """Yield the candidate rows of each position of the stream after the cursor."""
         width = 1 if self.choice is None else self.choice.candidates
         parts, drawn = self._parts_with_rows, self.drawn_before(cursor)
@@ -134,7 +134,7 @@ class PromptOrder:
         for start in counted(cursor.position, _AHEAD):
             for number in _parts_at(range(start, start + _AHEAD), weights=weights, seed=self.seed).tolist():
                 part, place, rows = next(streams[number])
-                yield Candidates(part, place, [parts[number].rows[row] for row in rows])
+                yield CandidateRows(part, place, [parts[number].rows[row] for row in rows])
 
     @property
     def _parts_with_rows(self) -> list[Part]:
@@ -160,6 +160,7 @@ def take_rows(
         )
     rows: dict[int, None] = {}
     waiting: list[int] = []
+    adapts = bool(order.weights or cursor.drawn)
     for row in cursor.returned:
         if len(rows) < count and row not in others and row not in rows:
             rows[row] = None
@@ -177,10 +178,12 @@ def take_rows(
             rows[row] = None
         else:
             waiting.append(row)
+    if adapts:  # a part with few rows and a large weight yields the same rows again and again
+        waiting = [*dict.fromkeys(waiting)]
     after = Cursor(
         position=position,
         returned=tuple(row for row in waiting if row not in never),
-        drawn=tuple(drawn) if order.weights or cursor.drawn else (),
+        drawn=tuple(drawn) if adapts else (),
     )
     return _replace(rows, order, position, used=others | rows.keys(), excluded=never), after
 
@@ -223,11 +226,11 @@ def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
-def _candidates(part: int, position: int, *, num_prompts: int, seed: int, width: int) -> Iterator[Candidates]:
+def _candidates(part: int, position: int, *, num_prompts: int, seed: int, width: int) -> Iterator[CandidateRows]:
     """Yield the candidates of each position of one part's stream, from `position` on: `width` consecutive rows."""
     rows = _stream(position * width, num_prompts=num_prompts, seed=seed)
     for place in counted(position):
-        yield Candidates(part, place, [*islice(rows, width)])
+        yield CandidateRows(part, place, [*islice(rows, width)])
 
 
 def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:

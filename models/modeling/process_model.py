@@ -86,9 +86,9 @@ def score_steps(
     """Score the steps of solutions (`encode_steps`) and return one result per solution, in order, whose value combines
     the scores of the steps by `how`. Solutions of similar lengths share a forward pass of at most `batch_tokens` padded
     tokens. After each forward pass, `on_pass` is called with the number of its rows and its duration in seconds. A
-    solution that is longer than the context gets no score."""
+    solution that has as many tokens as the context or more gets no score."""
     lengths = [len(each) for each in inputs]
-    scores = [check_length(length - 1, reward.context) for length in lengths]
+    scores = [check_length(length - 1, reward.context - 1) for length in lengths]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
     for rows in pack(fit, lengths, budget=batch_tokens):
         began = time.perf_counter()

@@ -153,7 +153,8 @@ def vespo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Vesp
     Power k and decay λ depend on the sign of the advantage. The weight has no gradient. It has its maximum at W = k / λ
     and is practically 0 where the clamp of log-ratios takes effect.
     """
-    sums_B = torch.segment_reduce(logprobs_N.detach() - old_N, "sum", lengths=tokens.lengths_B, unsafe=True)
+    differences_N = (logprobs_N.detach() - old_N).double()
+    sums_B = torch.segment_reduce(differences_N, "sum", lengths=tokens.lengths_B, unsafe=True).to(logprobs_N.dtype)
     log_ratio_N = sums_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).index_select(0, tokens.rows_N)
     ratio_N, good_N = log_ratio_N.exp(), tokens.advantages_N >= 0
     power_N = torch.where(good_N, config.positive_power, config.negative_power)

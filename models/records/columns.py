@@ -66,6 +66,12 @@ def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Num
     return rows
 
 
+def large_lists(values_T: Numbers, lengths_K: Integers) -> pa.LargeListArray:
+    """Split a flat array into a list column that can have more than 2**31 values. See `lists`."""
+    offsets = np.concatenate(([0], np.cumsum(lengths_K)))
+    return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), pa.array(values_T))
+
+
 def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
     """Split a flat array into a list column. `lengths_K` is the length of each row's list. This is the inverse of
     `flat`."""
@@ -81,7 +87,8 @@ def empty_rows(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
         return column
     lengths_K = lengths_of(column)
     keep_T = np.repeat(~emptied_K, lengths_K)
-    return pa.chunked_array([lists(flat(column)[keep_T], np.where(emptied_K, 0, lengths_K))])
+    split = large_lists if pa.types.is_large_list(column.type) else lists
+    return pa.chunked_array([split(flat(column)[keep_T], np.where(emptied_K, 0, lengths_K))])
 
 
 def concatenate_lists(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:

@@ -27,7 +27,7 @@ from rheostat.models.config.teachers import Distillation, TeacherEndpoint
 from rheostat.models.endpoints.prompt_logprobs import TokenScorer
 from rheostat.models.modeling.batching import Rows, Sequences, plan_step
 from rheostat.models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
-from rheostat.models.records.columns import Integers, Mask, concatenate_tables, lists, select_rows
+from rheostat.models.records.columns import Integers, Mask, concatenate_tables, large_lists, lists, select_rows
 from rheostat.models.records.model_input import (
     ROLLOUT_INPUT,
     completion_lengths,
@@ -209,7 +209,7 @@ def write_auxiliary_scores(
             name: _restore_order(parts, order, counts * (width if name == "teacher" else 1))
             for name, parts in outputs.items()
         }
-        top_columns = dict[str, pa.ListArray]()
+        top_columns = dict[str, pa.LargeListArray]()
         if models.top_k:
             values_WM = ordered["teacher"].reshape(-1, width)
             ordered["teacher"] = np.ascontiguousarray(values_WM[:, 0])
@@ -240,20 +240,21 @@ def _restore_order(
     row."""
     rows = np.array(order, np.int64)
     values: NDArray[np.float32] = (
-        lists(np.concatenate(parts), counts[rows]).take(pa.array(np.argsort(rows))).flatten().to_numpy()
+        large_lists(np.concatenate(parts), counts[rows]).take(pa.array(np.argsort(rows))).flatten().to_numpy()
     )
     return values
 
 
 def _split_top_columns(
     values_WM: NDArray[np.float32], is_trained_T: Mask, completions: Integers
-) -> dict[str, pa.ListArray]:
+) -> dict[str, pa.LargeListArray]:
     """Return the columns of the teacher's k most probable tokens. The rows of `values_WM` contain the k log-probs, then
     the k token IDs as floats, which are exact below 2**24. `completions` is the number of tokens of each completion."""
     logprobs_WK, ids_WK = np.split(values_WM, 2, axis=1)
     rows_T = np.repeat(np.arange(len(completions)), completions)
     lengths = np.bincount(rows_T[is_trained_T], minlength=len(completions)) * logprobs_WK.shape[1]
-    return {TOP_IDS: lists(ids_WK.astype(np.int32).ravel(), lengths), TOP_LOGPROBS: lists(logprobs_WK.ravel(), lengths)}
+    ids = large_lists(ids_WK.astype(np.int32).ravel(), lengths)
+    return {TOP_IDS: ids, TOP_LOGPROBS: large_lists(logprobs_WK.ravel(), lengths)}
 
 
 def _spread_over_tokens(values_W: NDArray[np.float32], is_trained_T: Mask) -> NDArray[np.float32]:

@@ -328,7 +328,9 @@ def parse_config(document: Mapping[str, object], *, source: str, recorded: bool 
     """
     rollout = document.get("rollout")
     if recorded and isinstance(rollout, dict) and (stale := rollout.get("staleness")):
-        document = {"retention": {"keep_last": stale + 2}, **document}
+        retention = document.get("retention", {})
+        if isinstance(retention, dict):
+            document = {**document, "retention": {"keep_last": stale + 2, **retention}}
     try:
         return RunConfig.model_validate(document, context=RECORDED if recorded else None)
     except ValidationError as error:

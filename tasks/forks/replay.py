@@ -26,9 +26,11 @@ FIXED_BY_ROLLOUTS: Final = {
 
 def with_correction(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration with an importance correction. Without one, updates from rollouts of another policy
-    would be biased. If none is configured, importance weights are truncated. Raises BadInput if an override switches
-    the correction off."""
+    would be biased. If none is configured, importance weights are truncated, unless the loss itself corrects. Raises
+    BadInput if an override switches the correction off."""
     update = config.update
+    if update.loss.corrects_importance:
+        return config
     kinds = {name: getattr(update, name) for name in ("correction", "stale_correction")}
     off = {name for name, kind in kinds.items() if kind is not None and not kind.compares_with_trainer}
     for name in sorted(off):

@@ -38,7 +38,7 @@ def find_unaffected_shards(
     `config` and `dependencies` are the settings and the present code of the fork. Empty if the fork generates rollouts
     with other settings, code or libraries.
     """
-    last = min(len(sealed_iterations(run)), number + 1 + config.rollout.staleness)
+    last = min(len(sealed_iterations(run)), number + 1 + config.rollout.staleness, config.iterations)
     iterations = [*_iterations_like(run, range(number + 1, last + 1), config, dependencies)]
     if not iterations:
         return frozenset()

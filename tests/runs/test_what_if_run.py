@@ -6,6 +6,7 @@ from rheostat.flows.cli.train import run_flow
 from rheostat.flows.cli.what_if import DEFAULT_OPTIONS
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.runs import list_runs, open_run
+from rheostat.tasks.config.run import parse_config
 from rheostat.tasks.forks.answer import BOUND
 from rheostat.tasks.forks.creation import create_fork, request_fork
 from rheostat.tasks.run.iteration import Iteration
@@ -191,6 +192,14 @@ def test_a_run_without_importance_correction_is_replayed_with_one(job):
     assert planned.config.update.correction.kind == "truncated"
     assert 'update.correction.kind was "none", is "truncated"' in planned.plan.changes
     assert create_fork(planned).fork.replayed == (3,)
+
+
+def test_a_loss_that_corrects_by_itself_is_replayed_without_a_correction(job):
+    overrides = ["update.loss.kind=vespo", "update.correction.kind=none", *OURS]
+    planned = request_fork(str(job.store), "tiny@2", "sequences", overrides=overrides, is_what_if=True)
+    assert planned.config.update.correction.kind == "none"
+    recorded = parse_config(planned.config.identity(), source="run", recorded=True)
+    assert recorded.update.loss.kind == "vespo"
 
 
 def test_the_command_shows_the_plan_before_it_writes(job):

@@ -1,5 +1,6 @@
 """The vLLM engine with its own server: the claims about every engine, and faults of the server."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.engines import (
     request,
     require_plain_logprobs,
 )
+from tests.support.jobs import wait_for
 from tests.vllm.servers import CONFIG, guest_of, in_the_middle, server_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]  # on a GPU, `make test-gpu` runs them too
@@ -96,7 +98,17 @@ def test_a_policy_that_another_engine_replaced_is_loaded_again_before_the_work(l
 def test_no_token_comes_from_a_policy_that_another_engine_loaded_during_the_work(loaded, policy, guest, tmp_path):
     engine, other = loaded(policy), publish(tmp_path, seed=5)
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
-    with in_the_middle(engine, lambda: guest.load(other.directory, other.version)):
+    core = server_of(engine).children(recursive=True)[-1]
+
+    def load_other() -> None:
+        core.suspend()  # reading a tokenizer must not take longer than the completions
+        loading = threading.Thread(target=guest.load, args=(other.directory, other.version))
+        loading.start()
+        assert wait_for(lambda: guest._policy is not None and guest._policy.digest == other.version.digest)
+        core.resume()
+        loading.join()
+
+    with in_the_middle(engine, load_other):
         groups = engine.generate(LONG, LONG_SAMPLING)
     require_plain_logprobs(policy, LONG, groups, 1.0)
     found_before = zip(list_tokens(groups), list_tokens(undisturbed), strict=True)

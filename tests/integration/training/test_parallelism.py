@@ -90,8 +90,15 @@ in another order differ by about 1% of a typical gradient, which turns the signs
 """
 
 
+def _kind_of_adapter(lora: LoraConfig) -> str:
+    return "dora" if lora.dora else "yes"
+
+
 def name_of(settings: dict) -> str:
-    values = (getattr(value, "kind", "yes" if key == "lora" else value) for key, value in settings.items())
+    """Return a name that differs from the names of all other settings."""
+    values = (
+        getattr(value, "kind", _kind_of_adapter(value) if key == "lora" else value) for key, value in settings.items()
+    )
     return ", ".join(f"{key}={value}" for key, value in zip(settings, values, strict=True))
 
 

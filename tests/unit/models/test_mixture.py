@@ -157,3 +157,14 @@ def test_shares_change_at_once_and_each_part_continues_its_own_stream():
         drawn = [row for row in rows if row in part.rows]
         epochs = [drawn[start : start + len(part.rows)] for start in range(0, len(drawn), len(part.rows))]
         assert all(len({*epoch}) == len(epoch) for epoch in epochs)
+
+
+def test_rows_that_wait_are_listed_once_if_a_small_part_has_a_large_weight():
+    parts, cursor = (Part(range(2000), 1), Part(range(2000, 2040), 1)), Cursor()
+    order = PromptOrder(2040, 7, parts, weights=[0.05, 0.95])
+    for _ in range(20):
+        taken = list[int]()
+        for _ in range(3):
+            rows, cursor = take_rows(cursor, 32, order, taken=taken)
+            taken += rows
+    assert len(cursor.returned) == len({*cursor.returned}) <= 40

@@ -54,6 +54,7 @@ DIFFUSION = (
         ("update.stale_correction.kind=second_moment", "rollout.staleness=1", "retention.keep_last=3"),
         ("update.correction={kind='truncated',level='sequence'}", "update.loss.kind=gspo"),
         ("update.loss.kind=vespo", "update.correction.kind=none"),
+        ("update.loss.kind=vespo", "update.correction.kind=none", "rollout.staleness=1", "retention.keep_last=3"),
         ("update.top_entropy=0.2", "update.entropy.coefficient=0.01"),
         (WEIGHTLESS, "iterations=0"),
         (CAPO, LOW_OUTCOME, "algorithm.allow_low_outcome=true"),
