@@ -99,6 +99,14 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             "update.entropy cannot be combined with algorithm.distillation.top_k, because a forward pass computes "
             "either entropies or the log-probs of the teacher's most probable tokens. Remove one of them"
         )
+    teachers = {} if distillation is None else distillation.teachers
+    for key, teacher in teachers.items():
+        if teacher.privileged is not None and job.rollout.environment is not None:
+            yield (
+                f"{key}.kind = 'policy' cannot be combined with rollout.environment, because the turns of an episode "
+                "have no single prompt that the template could replace. Use another teacher, or remove "
+                "rollout.environment"
+            )
 
 
 def _find_gpu_conflicts(pools: PoolsConfig) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Configuration of on-policy distillation: the teacher models and the factor of their log-probs. Torch-free."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -19,6 +20,12 @@ TEACHER_KEY: Final = "algorithm.distillation.teacher"
 """Configuration key of the teacher for all problems that no specialist selects."""
 
 
+_FIELD: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+SOLUTION: Final = "solution"
+"""Field of a teacher's template for a completion of the same prompt with a high reward."""
+
+
 class Teacher(Variant):
     """Fields common to all teachers (models whose log-probs the policy is trained to match)."""
 
@@ -35,6 +42,11 @@ class Teacher(Variant):
     @property
     def endpoint(self) -> "TeacherEndpoint | None":
         """This object if the teacher is behind an HTTP endpoint, else None."""
+        return None
+
+    @property
+    def privileged(self) -> "TeacherPolicy | None":
+        """This object if the teacher is the policy with another prompt, else None."""
         return None
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
@@ -82,7 +94,60 @@ class TeacherEndpoint(Endpoint, Teacher):
             )
 
 
-TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint, Field(discriminator="kind")]
+class TeacherPolicy(Teacher):
+    """Policy before the update of the iteration, which reads a prompt with privileged information, such as the
+    reference answer, instead of the student's prompt (self-distillation: SDFT, arXiv 2601.19897; SDPO, arXiv
+    2601.20802)."""
+
+    checks = {"policy": "rheostat.models.inspection.privileged:check_policy_teacher"}
+
+    kind: Literal["policy"] = "policy"
+    template: Annotated[str, Field(min_length=1)]
+    """Prompt of the teacher. `{prompt}` is replaced by the student's prompt, or in a chat by the last user message, and
+    the result replaces it. `{answer}` is the reference answer, and `{NAME}` the column NAME of the problem, which
+    `data.environment_columns` must list. `{solution}` is another completion of the same group with the highest reward,
+    if this reward is at least `min_reward`. Other text in braces is not a field."""
+    min_reward: float = 1.0
+    """Minimum total reward of a completion that replaces `{solution}`. If a group has no such completion, the teacher
+    reads the student's prompt."""
+
+    @property
+    def privileged(self) -> "TeacherPolicy":
+        """This object itself, because the teacher is the policy with another prompt."""
+        return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields in the template, in order."""
+        return tuple(_FIELD.findall(self.template))
+
+    def fill_template(self, values: Mapping[str, str]) -> str:
+        """Return the template in which each field is replaced by its value."""
+        return _FIELD.sub(lambda field: values[field[1]], self.template)
+
+    def find_conflicts(self, job: Job) -> Iterator[str]:
+        """Yield a message if routers use recorded experts, or if the template needs a solution, but there are no other
+        completions or no rewards from which it could be chosen."""
+        if job.update.router_replay is not None:
+            yield (
+                "update.router_replay cannot be combined with a teacher of kind 'policy', because the recorded experts "
+                "do not belong to its prompts. Remove update.router_replay, or use another teacher"
+            )
+        if SOLUTION not in self.fields:
+            return
+        if job.rollout.group_size < 2:
+            yield (
+                f"rollout.group_size is {job.rollout.group_size}, but {{solution}} in the template of a teacher is "
+                "another completion of the same group. Set it to at least 2, or remove {solution}"
+            )
+        if not any(reward.weight for reward in job.scoring.rewards):
+            yield (
+                "scoring.rewards: the weight of every reward is 0, but {solution} in the template of a teacher is "
+                "chosen by the total reward. Set the weight of at least one reward, or remove {solution}"
+            )
+
+
+TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint | TeacherPolicy, Field(discriminator="kind")]
 
 
 def encode_value(value: JsonValue) -> str:
@@ -150,7 +215,7 @@ class Distillation(Settings):
         """Yield one message for each setting of the job with which a teacher cannot be combined."""
         for key, teacher in self.teachers.items():
             yield from teacher.find_conflicts(job)
-            if self.top_k is not None and teacher.local_model is None:
+            if self.top_k is not None and teacher.endpoint is not None:
                 yield (
                     f"{key}.kind is {teacher.label!r}, but algorithm.distillation.top_k needs the teacher's most "
                     "probable tokens, which the run requests from no endpoint. Use a teacher of kind 'directory', or "
