@@ -64,8 +64,8 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
     distillation = open_run.settings.algorithm.distillation
     specialists = () if distillation is None else distillation.specialists
-    has_privileged = distillation is not None and any(each.privileged for each in distillation.teachers.values())
-    prompts = iteration.prompts if specialists or has_privileged else None
+    builds = distillation is not None and any(each.builds_prompts for each in distillation.teachers.values())
+    prompts = iteration.prompts if specialists or builds else None
     versions = [policy_of(teachers[index]) if index in teachers else None for index in range(1 + len(specialists))]
     work = EstimateWork(
         iteration=iteration.number,

@@ -101,11 +101,11 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
         )
     teachers = {} if distillation is None else distillation.teachers
     for key, teacher in teachers.items():
-        if teacher.privileged is not None and job.rollout.environment is not None:
+        if teacher.builds_prompts and job.rollout.environment is not None:
+            setting = f"{key}.align = 'text'" if teacher.aligns_text else f"{key}.kind = 'policy'"
             yield (
-                f"{key}.kind = 'policy' cannot be combined with rollout.environment, because the turns of an episode "
-                "have no single prompt that the template could replace. Use another teacher, or remove "
-                "rollout.environment"
+                f"{setting} cannot be combined with rollout.environment, because the teacher's prompt is built from "
+                "the problem and replaces only one prompt. Use another teacher, or remove rollout.environment"
             )
 
 

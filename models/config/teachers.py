@@ -49,20 +49,40 @@ class Teacher(Variant):
         """This object if the teacher is the policy with another prompt, else None."""
         return None
 
+    @property
+    def aligns_text(self) -> bool:
+        """Whether the teacher may have another tokenizer than the policy."""
+        return False
+
+    @property
+    def builds_prompts(self) -> bool:
+        """Whether the prompts of the teacher are built from the problems, and are not the policy's tokens."""
+        return self.aligns_text or self.privileged is not None
+
     def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this teacher cannot be combined."""
         yield from ()
 
 
 class TeacherDirectory(Teacher):
-    """Teacher loaded from a causal language model directory. The teacher must have the policy's tokenizer. The run
-    stores a copy of the directory."""
+    """Teacher loaded from a causal language model directory. The teacher must have the policy's tokenizer, except with
+    `align = "text"`. The run stores a copy of the directory."""
 
+    checks = {"models": "rheostat.models.inspection.teacher_prompts:check_aligned_teacher"}
     inspection = "rheostat.models.inspection.other_models:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
     path: ModelLocation
     """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
+    align: Annotated[Literal["tokens", "text"], Since("0.2.0", before="tokens")] = "tokens"
+    """Alignment of the policy's tokens with the teacher's: "tokens" requires the same tokenizer. With "text", the
+    teacher reads the text of prompts and completions with its own tokenizer and chat template, and log-probs are
+    compared over the shortest parts of the text at whose ends tokens of both models end."""
+
+    @property
+    def aligns_text(self) -> bool:
+        """Whether the teacher may have another tokenizer than the policy, because `align` is "text"."""
+        return self.align == "text"
 
     @property
     def local_model(self) -> "TeacherDirectory":
@@ -99,7 +119,7 @@ class TeacherPolicy(Teacher):
     reference answer, instead of the student's prompt (self-distillation: SDFT, arXiv 2601.19897; SDPO, arXiv
     2601.20802)."""
 
-    checks = {"policy": "rheostat.models.inspection.privileged:check_policy_teacher"}
+    checks = {"policy": "rheostat.models.inspection.teacher_prompts:check_policy_teacher"}
 
     kind: Literal["policy"] = "policy"
     template: Annotated[str, Field(min_length=1)]
@@ -220,4 +240,9 @@ class Distillation(Settings):
                     f"{key}.kind is {teacher.label!r}, but algorithm.distillation.top_k needs the teacher's most "
                     "probable tokens, which the run requests from no endpoint. Use a teacher of kind 'directory', or "
                     "remove algorithm.distillation.top_k"
+                )
+            if self.top_k is not None and teacher.aligns_text:
+                yield (
+                    f"{key}.align is 'text', but algorithm.distillation.top_k compares single tokens of one "
+                    "vocabulary. Use a teacher with the policy's tokenizer, or remove algorithm.distillation.top_k"
                 )

@@ -172,10 +172,10 @@ class EstimateWork:
     specialists: tuple[ModelVersion | None, ...] = ()
     """Teacher model of each item of `algorithm.distillation.specialists`, or None if it is behind an endpoint."""
     prompts: ShardRef | None = None
-    """Shard with the prompts, from which specialists are selected and privileged prompts are built. None if there are
-    no specialists and no teacher of kind "policy"."""
+    """Shard with the prompts, from which specialists are selected and the prompts of some teachers are built. None if
+    neither is needed."""
     text_rules: TextRules = RULES_BEFORE
-    """Rules for converting the prompts of a teacher of kind "policy" to tokens."""
+    """Rules for converting the prompts of teachers to tokens."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
 

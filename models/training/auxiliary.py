@@ -40,6 +40,7 @@ from rheostat.models.records.model_input import (
 from rheostat.models.records.schemas import ESTIMATE_SCHEMA, TOP_IDS, TOP_LOGPROBS
 from rheostat.models.records.turn_prompts import split_at_prompts
 from rheostat.models.records.work import EstimateWork
+from rheostat.models.text.alignment import Span, spread_differences
 from rheostat.models.text.tokenizer import build_token_decoder, load_tokenizer
 from rheostat.models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 from rheostat.models.training.trainer import Forward
@@ -49,6 +50,15 @@ from rheostat.models.vision.families import ImageTokens
 _COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
 
 _REFS = TypeAdapter(tuple[ShardRef, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSequence:
+    """Sequence that a teacher reads instead of the policy's sequence."""
+
+    input: ModelInput
+    spans: tuple[Span, ...] | None = None
+    """Parts of the completion that are compared, or None if the completion consists of the policy's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,7 @@ class AuxiliaryModels:
     """Function that returns the index of the teacher for the prompt with this row number."""
     top_k: int = 0
     """Number of most probable tokens that teachers return in addition to the log-prob of each token."""
-    build_teacher_inputs: Callable[[int, Rows, pa.Table, Sequence[ModelInput]], Mapping[int, ModelInput]] = (
+    build_teacher_inputs: Callable[[int, Rows, pa.Table, Sequence[ModelInput]], Mapping[int, TeacherSequence]] = (
         lambda teacher, rows, table, inputs: {}
     )
     """Function that returns the sequences that the teacher of an index reads instead of the policy's, by row. Its
@@ -202,14 +212,15 @@ def write_auxiliary_scores(
         sequences = Sequences.for_images(
             [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
         )
-    outputs = _Outputs(ranks, microbatch_tokens)
+    outputs, sequences_read = _Outputs(ranks, microbatch_tokens), dict[int, TeacherSequence]()
     for teacher, rows in _split_rows(sequences.groups, models.choose_teacher).items():
         forwards, other = models.load(teacher), models.build_teacher_inputs(teacher, rows, prompt_table, inputs)
         rest = tuple(row for row in rows if row not in other)
         if rest or not other:
             outputs.compute(forwards, rest, inputs, sequences)
         if other:
-            own, mine = [other.get(row, each) for row, each in enumerate(inputs)], tuple(sorted(other))
+            own = [other[row].input if row in other else each for row, each in enumerate(inputs)]
+            mine, sequences_read = tuple(sorted(other)), {**sequences_read, **other}
             others = {name: forward for name, forward in forwards.items() if name != "teacher"}
             outputs.compute(others, mine, inputs, sequences)
             outputs.compute({"teacher": forwards["teacher"]}, mine, own, _replace_sizes(sequences, own))
@@ -217,10 +228,15 @@ def write_auxiliary_scores(
     if ranks.rank == 0:
         counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
         width = 1 + 2 * models.top_k
+        teacher_counts = counts.copy()
+        for row, each in sequences_read.items():
+            teacher_counts[row] = len(each.input.trained_positions)
         ordered = {
-            name: _restore_order(parts, outputs.orders[name], counts * (width if name == "teacher" else 1))
+            name: _restore_order(parts, outputs.orders[name], teacher_counts * width if name == "teacher" else counts)
             for name, parts in outputs.values.items()
         }
+        if any(each.spans is not None for each in sequences_read.values()):
+            ordered["teacher"] = _align_teacher(ordered, counts, teacher_counts, sequences_read)
         top_columns = dict[str, pa.ListArray]()
         if models.top_k:
             values_WM = ordered["teacher"].reshape(-1, width)
@@ -270,6 +286,24 @@ def _replace_sizes(sequences: Sequences, inputs: Sequence[ModelInput]) -> Sequen
     return replace(
         sequences, lengths=[len(each) for each in inputs], prompts=[each.num_prompt_tokens for each in inputs]
     )
+
+
+def _align_teacher(
+    values: Mapping[str, NDArray[np.float32]],
+    counts: NDArray[np.int64],
+    teacher_counts: NDArray[np.int64],
+    sequences: Mapping[int, TeacherSequence],
+) -> NDArray[np.float32]:
+    """Return the teacher's log-probs for the policy's tokens (W), given the outputs of policy and teacher with their
+    numbers of tokens in each row."""
+    policy, teacher = (
+        np.split(values[name], np.cumsum(lengths)[:-1])
+        for name, lengths in (("policy", counts), ("teacher", teacher_counts))
+    )
+    for row, each in sequences.items():
+        if each.spans is not None:
+            teacher[row] = spread_differences(policy[row], teacher[row], each.spans)
+    return np.concatenate(teacher)
 
 
 def _split_rows(prompt_rows: Sequence[int], choose_teacher: Callable[[int], int]) -> dict[int, Rows]:

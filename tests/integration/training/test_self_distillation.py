@@ -28,7 +28,7 @@ from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import EstimateWork, ScoredShard
 from rheostat.models.text.privileged_prompts import build_privileged_prompt
 from rheostat.models.text.tokenizer import load_tokenizer
-from rheostat.models.workers.privileged import choose_solutions
+from rheostat.models.workers.teacher_inputs import choose_solutions
 from tests.support.distillation import SCORING, credit, rows_of, sequences_of
 from tests.support.processes import preload
 from tests.support.rollout_shards import rollout, write_rollouts
