@@ -1,7 +1,7 @@
 """Scores by auxiliary models: before advantages are computed, reference, critic and teacher score every rollout token.
 
 One task uses all update ranks. The initial critic is created once, if the algorithm has a critic. Each teacher is
-copied into the run once, unless it is behind an endpoint.
+copied into the run once, unless it is behind an endpoint or is the policy itself.
 """
 
 from rheostat.infra.store.manifests import Manifest
@@ -18,7 +18,7 @@ from rheostat.tasks.run.stages import run_once, stage
 
 def find_stored_teachers(settings: RunConfig) -> dict[int, TeacherDirectory]:
     """Return the configured distillation teachers whose models the run copies into the store, by their index in
-    `Distillation.teachers`. Teachers that an endpoint serves are omitted."""
+    `Distillation.teachers`. Teachers that an endpoint serves, and the policy itself, are omitted."""
     distillation = settings.algorithm.distillation
     teachers = () if distillation is None else distillation.teachers.values()
     return {index: local for index, each in enumerate(teachers) if (local := each.local_model) is not None}
@@ -64,6 +64,8 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
     distillation = open_run.settings.algorithm.distillation
     specialists = () if distillation is None else distillation.specialists
+    builds = distillation is not None and any(each.builds_prompts for each in distillation.teachers.values())
+    prompts = iteration.prompts if specialists or builds else None
     versions = [policy_of(teachers[index]) if index in teachers else None for index in range(1 + len(specialists))]
     work = EstimateWork(
         iteration=iteration.number,
@@ -74,9 +76,9 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
         critic=None if critic is None else critic_of(critic),
         teacher=versions[0],
         specialists=tuple(versions[1:]),
-        prompts=iteration.prompts.shards[0] if specialists else None,
+        prompts=None if prompts is None else prompts.shards[0],
+        text_rules=open_run.settings.data.text_rules,
     )
-    prompts = iteration.prompts if specialists else None
     inputs = (policy, reference, critic, *teachers.values(), prompts)
     models = {manifest.key: manifest for manifest in inputs if manifest is not None}
     key, parents = iteration.stage_key("estimates"), [*scored.rollouts, *models.values()]

@@ -108,6 +108,14 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             "update.entropy cannot be combined with algorithm.distillation.top_k, because a forward pass computes "
             "either entropies or the log-probs of the teacher's most probable tokens. Remove one of them"
         )
+    teachers = {} if distillation is None else distillation.teachers
+    for key, teacher in teachers.items():
+        if teacher.builds_prompts and job.rollout.environment is not None:
+            setting = f"{key}.align = 'text'" if teacher.aligns_text else f"{key}.kind = 'policy'"
+            yield (
+                f"{setting} cannot be combined with rollout.environment, because the teacher's prompt is built from "
+                "the problem and replaces only one prompt. Use another teacher, or remove rollout.environment"
+            )
 
 
 def _find_gpu_conflicts(pools: PoolsConfig) -> Iterator[str]:

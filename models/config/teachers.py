@@ -1,6 +1,7 @@
 """Configuration of on-policy distillation: the teacher models and the factor of their log-probs. Torch-free."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -17,6 +18,12 @@ Direction = Literal["reverse", "forward"]
 
 TEACHER_KEY: Final = "algorithm.distillation.teacher"
 """Configuration key of the teacher for all problems that no specialist selects."""
+
+
+_FIELD: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+SOLUTION: Final = "solution"
+"""Field of a teacher's template for a completion of the same prompt with a high reward."""
 
 
 class Teacher(Variant):
@@ -37,20 +44,45 @@ class Teacher(Variant):
         """This object if the teacher is behind an HTTP endpoint, else None."""
         return None
 
+    @property
+    def privileged(self) -> "TeacherPolicy | None":
+        """This object if the teacher is the policy with another prompt, else None."""
+        return None
+
+    @property
+    def aligns_text(self) -> bool:
+        """Whether the teacher may have another tokenizer than the policy."""
+        return False
+
+    @property
+    def builds_prompts(self) -> bool:
+        """Whether the prompts of the teacher are built from the problems, and are not the policy's tokens."""
+        return self.aligns_text or self.privileged is not None
+
     def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one message for each setting of the job with which this teacher cannot be combined."""
         yield from ()
 
 
 class TeacherDirectory(Teacher):
-    """Teacher loaded from a causal language model directory. The teacher must have the policy's tokenizer. The run
-    stores a copy of the directory."""
+    """Teacher loaded from a causal language model directory. The teacher must have the policy's tokenizer, except with
+    `align = "text"`. The run stores a copy of the directory."""
 
+    checks = {"models": "rheostat.models.inspection.teacher_prompts:check_aligned_teacher"}
     inspection = "rheostat.models.inspection.other_models:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
     path: ModelLocation
     """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
+    align: Annotated[Literal["tokens", "text"], Since("0.2.0", before="tokens")] = "tokens"
+    """Alignment of the policy's tokens with the teacher's: "tokens" requires the same tokenizer. With "text", the
+    teacher reads the text of prompts and completions with its own tokenizer and chat template, and log-probs are
+    compared over the shortest parts of the text at whose ends tokens of both models end."""
+
+    @property
+    def aligns_text(self) -> bool:
+        """Whether the teacher may have another tokenizer than the policy, because `align` is "text"."""
+        return self.align == "text"
 
     @property
     def local_model(self) -> "TeacherDirectory":
@@ -82,7 +114,60 @@ class TeacherEndpoint(Endpoint, Teacher):
             )
 
 
-TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint, Field(discriminator="kind")]
+class TeacherPolicy(Teacher):
+    """Policy before the update of the iteration, which reads a prompt with privileged information, such as the
+    reference answer, instead of the student's prompt (self-distillation: SDFT, arXiv 2601.19897; SDPO, arXiv
+    2601.20802)."""
+
+    checks = {"policy": "rheostat.models.inspection.teacher_prompts:check_policy_teacher"}
+
+    kind: Literal["policy"] = "policy"
+    template: Annotated[str, Field(min_length=1)]
+    """Prompt of the teacher. `{prompt}` is replaced by the student's prompt, or in a chat by the last user message, and
+    the result replaces it. `{answer}` is the reference answer, and `{NAME}` the column NAME of the problem, which
+    `data.environment_columns` must list. `{solution}` is another completion of the same group with the highest reward,
+    if this reward is at least `min_reward`. Other text in braces is not a field."""
+    min_reward: float = 1.0
+    """Minimum total reward of a completion that replaces `{solution}`. If a group has no such completion, the teacher
+    reads the student's prompt."""
+
+    @property
+    def privileged(self) -> "TeacherPolicy":
+        """This object itself, because the teacher is the policy with another prompt."""
+        return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields in the template, in order."""
+        return tuple(_FIELD.findall(self.template))
+
+    def fill_template(self, values: Mapping[str, str]) -> str:
+        """Return the template in which each field is replaced by its value."""
+        return _FIELD.sub(lambda field: values[field[1]], self.template)
+
+    def find_conflicts(self, job: Job) -> Iterator[str]:
+        """Yield a message if routers use recorded experts, or if the template needs a solution, but there are no other
+        completions or no rewards from which it could be chosen."""
+        if job.update.router_replay is not None:
+            yield (
+                "update.router_replay cannot be combined with a teacher of kind 'policy', because the recorded experts "
+                "do not belong to its prompts. Remove update.router_replay, or use another teacher"
+            )
+        if SOLUTION not in self.fields:
+            return
+        if job.rollout.group_size < 2:
+            yield (
+                f"rollout.group_size is {job.rollout.group_size}, but {{solution}} in the template of a teacher is "
+                "another completion of the same group. Set it to at least 2, or remove {solution}"
+            )
+        if not any(reward.weight for reward in job.scoring.rewards):
+            yield (
+                "scoring.rewards: the weight of every reward is 0, but {solution} in the template of a teacher is "
+                "chosen by the total reward. Set the weight of at least one reward, or remove {solution}"
+            )
+
+
+TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint | TeacherPolicy, Field(discriminator="kind")]
 
 
 def encode_value(value: JsonValue) -> str:
@@ -150,9 +235,14 @@ class Distillation(Settings):
         """Yield one message for each setting of the job with which a teacher cannot be combined."""
         for key, teacher in self.teachers.items():
             yield from teacher.find_conflicts(job)
-            if self.top_k is not None and teacher.local_model is None:
+            if self.top_k is not None and teacher.endpoint is not None:
                 yield (
                     f"{key}.kind is {teacher.label!r}, but algorithm.distillation.top_k needs the teacher's most "
                     "probable tokens, which the run requests from no endpoint. Use a teacher of kind 'directory', or "
                     "remove algorithm.distillation.top_k"
+                )
+            if self.top_k is not None and teacher.aligns_text:
+                yield (
+                    f"{key}.align is 'text', but algorithm.distillation.top_k compares single tokens of one "
+                    "vocabulary. Use a teacher with the policy's tokenizer, or remove algorithm.distillation.top_k"
                 )

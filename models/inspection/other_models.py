@@ -31,6 +31,7 @@ from rheostat.models.data.problems import Problem
 from rheostat.models.endpoints.prompt_logprobs import TokenScorer
 from rheostat.models.inspection.directory import Inspected, inspect_directory, inspect_policy
 from rheostat.models.judges.prompts import question_about, vocabulary_texts
+from rheostat.models.text.alignment import build_byte_decoder
 from rheostat.models.text.tokenizer import build_token_decoder, tokenize_questions
 from rheostat.models.vision.families import FAMILIES
 from rheostat.models.vision.processor import VisionProcessor
@@ -108,6 +109,11 @@ def check_teacher_directory(
         inspected = inspect_directory(fetch_path(teacher.path))
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from error
+    if teacher.aligns_text:
+        build_byte_decoder(inspected.tokenizer, where=f"{where} {format_path(teacher.path)}")
+        build_byte_decoder(tokenizer, where=f"{where}.align is 'text': the policy")
+        inspected.shape.check_slices(slices, what=f"{where} {format_path(teacher.path)}")
+        return inspected.outline
     _check_tokens(f"{where} {format_path(teacher.path)}", inspected.tokenizer, tokenizer)
     if longest_tokens > inspected.shape.context:
         raise BadInput(
@@ -125,7 +131,7 @@ def _check_tokens(teacher: str, own: PreTrainedTokenizerFast, policy: PreTrained
     if (other := _find_differing_token(own, policy)) is not None:
         raise BadInput(
             f"{teacher}: the tokenizer differs from the policy's: {other}. Use a teacher "
-            "with the tokenizer of the policy."
+            "with the tokenizer of the policy, or set align = 'text' for a teacher of kind 'directory'."
         )
     if own.eos_token_id != policy.eos_token_id:
         raise BadInput(

@@ -86,7 +86,10 @@ def check_critic(algorithm: Algorithm, facts: InputFacts, where: str) -> CheckRe
 
 def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResult | None:
     """Check that the teacher can score the policy's tokens, and return its size. If an earlier teacher is larger,
-    return the size of that one, because a rank has one teacher in memory at a time."""
+    return the size of that one, because a rank has one teacher in memory at a time. A teacher that is the policy itself
+    has a check of its own."""
+    if teacher.privileged is not None:
+        return None
     from rheostat.models.inspection import other_models
 
     update, ranks = facts.inputs.update, facts.inputs.pools.update_ranks

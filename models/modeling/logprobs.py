@@ -67,6 +67,8 @@ class ForwardInput(NamedTuple):
     candidates_NK: Tensor | None = None
     """IDs of further tokens (candidates) whose log-probs are computed at each position, or None. If set, the output has
     one column for the completion tokens and one for each of the K tokens."""
+    top: TopTokens | None = None
+    """Most probable tokens that are returned too, or None for those of `TokenLogprobs.top`, if there are any."""
 
     @classmethod
     def from_microbatch(
@@ -289,7 +291,7 @@ class TokenLogprobs(TokenModule):
             inputs.own_loss_gradient(),
             with_entropy=inputs.with_entropy,
             candidates_NK=inputs.candidates_NK,
-            top=self.top,
+            top=inputs.top or self.top,
         )
         return inputs.gather_outputs(outputs)
 

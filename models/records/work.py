@@ -19,6 +19,7 @@ from rheostat.models.config.preferences import PreferencesConfig
 from rheostat.models.config.process_models import TrainedProcessModel
 from rheostat.models.config.rollout import DynamicSampling, PartialRollout
 from rheostat.models.config.teachers import TEACHER_KEY, TeacherDirectory
+from rheostat.models.config.texts import RULES_BEFORE, TextRules
 from rheostat.models.config.training import DpoConfig, SupervisedWarmup, WarmupConfig
 from rheostat.models.records.versions import ModelVersion
 
@@ -172,7 +173,10 @@ class EstimateWork:
     specialists: tuple[ModelVersion | None, ...] = ()
     """Teacher model of each item of `algorithm.distillation.specialists`, or None if it is behind an endpoint."""
     prompts: ShardRef | None = None
-    """Shard with the prompts, whose columns select specialists. None if there are no specialists."""
+    """Shard with the prompts, from which specialists are selected and the prompts of some teachers are built. None if
+    neither is needed."""
+    text_rules: TextRules = RULES_BEFORE
+    """Rules for converting the prompts of teachers to tokens."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
 

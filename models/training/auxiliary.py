@@ -5,8 +5,9 @@ policy-generated tokens among the T.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from rheostat.models.modeling.layout import AuxiliaryForward, MicroBatch, lay_ou
 from rheostat.models.records.columns import Integers, Mask, concatenate_tables, large_lists, lists, select_rows
 from rheostat.models.records.model_input import (
     ROLLOUT_INPUT,
+    ModelInput,
     completion_lengths,
     generated_tokens_mask,
     rollout_inputs,
@@ -38,6 +40,7 @@ from rheostat.models.records.model_input import (
 from rheostat.models.records.schemas import ESTIMATE_SCHEMA, TOP_IDS, TOP_LOGPROBS
 from rheostat.models.records.turn_prompts import split_at_prompts
 from rheostat.models.records.work import EstimateWork
+from rheostat.models.text.alignment import Span, spread_differences
 from rheostat.models.text.tokenizer import build_token_decoder, load_tokenizer
 from rheostat.models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 from rheostat.models.training.trainer import Forward
@@ -47,6 +50,15 @@ from rheostat.models.vision.families import ImageTokens
 _COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
 
 _REFS = TypeAdapter(tuple[ShardRef, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSequence:
+    """Sequence that a teacher reads instead of the policy's sequence."""
+
+    input: ModelInput
+    spans: tuple[Span, ...] | None = None
+    """Parts of the completion that are compared, or None if the completion consists of the policy's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,12 @@ class AuxiliaryModels:
     """Function that returns the index of the teacher for the prompt with this row number."""
     top_k: int = 0
     """Number of most probable tokens that teachers return in addition to the log-prob of each token."""
+    build_teacher_inputs: Callable[[int, Rows, pa.Table, Sequence[ModelInput]], Mapping[int, TeacherSequence]] = (
+        lambda teacher, rows, table, inputs: {}
+    )
+    """Function that returns the sequences that the teacher of an index reads instead of the policy's, by row. Its
+    arguments are the index, the rows of the teacher, and the rollout table with its model inputs. A row that is not in
+    the result has the policy's sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +153,8 @@ def load_auxiliary_models(
     if endpoint is not None:
         where, is_querying = fetch_bundle(store, work.policy.weights), models.ranks.reports_metrics
         forward = build_endpoint_forward(endpoint, directory=where, on_progress=on_progress, is_querying=is_querying)
+    elif [*distillation.teachers.values()][teacher].privileged is not None:
+        forward = build_model_forward(models.policy_as_teacher(), on_progress)
     elif version is not None:
         forward = build_model_forward(models.teacher(version), on_progress)
     else:
@@ -169,9 +189,10 @@ def write_auxiliary_scores(
     """Run the auxiliary models on all completion tokens, and write one shard of outputs per rollout shard. Collective:
     every rank must call this, and rank 0 writes the shards.
 
-    The completions of each teacher form separate micro-batches, which all models read. A teacher without completions
-    is not loaded. `images` is None unless a vision tower encodes the images of every micro-batch again. `step_tokens`
-    is the number of tokens that a text-to-image policy reads per denoising step, and None for other policies.
+    The completions of each teacher form separate micro-batches, which all models read, except a teacher with sequences
+    of its own. A teacher without completions is not loaded. `images` is None unless a vision tower encodes the images
+    of every micro-batch again. `step_tokens` is the number of tokens that a text-to-image policy reads per denoising
+    step, and None for other policies.
     """
     tables = [
         select_rows(select_with_optional(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
@@ -191,24 +212,31 @@ def write_auxiliary_scores(
         sequences = Sequences.for_images(
             [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
         )
-    outputs, order = dict[str, list[NDArray[np.float32]]](), list[int]()
+    outputs, sequences_read = _Outputs(ranks, microbatch_tokens), dict[int, TeacherSequence]()
     for teacher, rows in _split_rows(sequences.groups, models.choose_teacher).items():
-        forwards = models.load(teacher)
-        plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
-        microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
-        for name, forward in forwards.items():
-            values = np.concatenate([np.zeros(0, np.float32), *(each.ravel() for each in forward(microbatches))])
-            gathered = gather_bytes(values.tobytes() if ranks.reports_metrics else b"", ranks)
-            outputs.setdefault(name, []).extend(np.frombuffer(data, np.float32) for data in gathered)
-        order += [row for parts in plan.microbatches for part in parts for row in part]
+        forwards, other = models.load(teacher), models.build_teacher_inputs(teacher, rows, prompt_table, inputs)
+        rest = tuple(row for row in rows if row not in other)
+        if rest or not other:
+            outputs.compute(forwards, rest, inputs, sequences)
+        if other:
+            own = [other[row].input if row in other else each for row, each in enumerate(inputs)]
+            mine, sequences_read = tuple(sorted(other)), {**sequences_read, **other}
+            others = {name: forward for name, forward in forwards.items() if name != "teacher"}
+            outputs.compute(others, mine, inputs, sequences)
+            outputs.compute({"teacher": forwards["teacher"]}, mine, own, _replace_sizes(sequences, own))
     encoded = b""
     if ranks.rank == 0:
         counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
         width = 1 + 2 * models.top_k
+        teacher_counts = counts.copy()
+        for row, each in sequences_read.items():
+            teacher_counts[row] = len(each.input.trained_positions)
         ordered = {
-            name: _restore_order(parts, order, counts * (width if name == "teacher" else 1))
-            for name, parts in outputs.items()
+            name: _restore_order(parts, outputs.orders[name], teacher_counts * width if name == "teacher" else counts)
+            for name, parts in outputs.values.items()
         }
+        if any(each.spans is not None for each in sequences_read.values()):
+            ordered["teacher"] = _align_teacher(ordered, counts, teacher_counts, sequences_read)
         top_columns = dict[str, pa.LargeListArray]()
         if models.top_k:
             values_WM = ordered["teacher"].reshape(-1, width)
@@ -220,6 +248,62 @@ def write_auxiliary_scores(
         encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
     return TokenScores(shards=shards, sequences=len(inputs), tokens=int(is_trained_T.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """Outputs of the auxiliary models by output column, in the order in which they were computed."""
+
+    ranks: Ranks
+    microbatch_tokens: int
+    """Maximum number of padded tokens in a micro-batch."""
+    values: defaultdict[str, list[NDArray[np.float32]]] = field(default_factory=lambda: defaultdict(list))
+    """Outputs of all ranks. Each array contains those of one rank."""
+    orders: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Rows in the order of `values`."""
+
+    def compute(
+        self,
+        forwards: Mapping[str, AuxiliaryForward],
+        rows: Rows,
+        inputs: Sequence[ModelInput],
+        sequences: Sequences,
+    ) -> None:
+        """Run models on these rows of the inputs, whose sizes are `sequences`. Collective: every rank must call
+        this."""
+        ranks = self.ranks
+        plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=self.microbatch_tokens)
+        microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
+        for name, forward in forwards.items():
+            values = np.concatenate([np.zeros(0, np.float32), *(each.ravel() for each in forward(microbatches))])
+            gathered = gather_bytes(values.tobytes() if ranks.reports_metrics else b"", ranks)
+            self.values[name] += [np.frombuffer(data, np.float32) for data in gathered]
+            self.orders[name] += [row for parts in plan.microbatches for part in parts for row in part]
+
+
+def _replace_sizes(sequences: Sequences, inputs: Sequence[ModelInput]) -> Sequences:
+    """Return the sizes of other inputs with the same completions and no images."""
+    return replace(
+        sequences, lengths=[len(each) for each in inputs], prompts=[each.num_prompt_tokens for each in inputs]
+    )
+
+
+def _align_teacher(
+    values: Mapping[str, NDArray[np.float32]],
+    counts: NDArray[np.int64],
+    teacher_counts: NDArray[np.int64],
+    sequences: Mapping[int, TeacherSequence],
+) -> NDArray[np.float32]:
+    """Return the teacher's log-probs for the policy's tokens (W), given the outputs of policy and teacher with their
+    numbers of tokens in each row."""
+    policy, teacher = (
+        np.split(values[name], np.cumsum(lengths)[:-1])
+        for name, lengths in (("policy", counts), ("teacher", teacher_counts))
+    )
+    for row, each in sequences.items():
+        if each.spans is not None:
+            teacher[row] = spread_differences(policy[row], teacher[row], each.spans)
+    return np.concatenate(teacher)
 
 
 def _split_rows(prompt_rows: Sequence[int], choose_teacher: Callable[[int], int]) -> dict[int, Rows]:

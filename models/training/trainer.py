@@ -20,7 +20,7 @@ from rheostat.infra.variants import implementation_of
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.modeling.adapters import disable_adapters, has_adapters, save_adapters, trained_parameters
 from rheostat.models.modeling.experts import ExpertRouting
-from rheostat.models.modeling.head import LossGradient
+from rheostat.models.modeling.head import LossGradient, TopTokens
 from rheostat.models.modeling.layout import MicroBatch
 from rheostat.models.modeling.lazy_tensors import build_lazy_state
 from rheostat.models.modeling.logprobs import ForwardInput, TokenModule
@@ -102,12 +102,14 @@ class Trainer:
         loss_gradient: LossGradient | None = None,
         with_entropy: bool = False,
         candidates_NK: Tensor | None = None,
+        top: TopTokens | None = None,
     ) -> Tensor:
         """Compute one value per completion token of a micro-batch, such as a log-prob. If the gradient of the loss that
         the next `backward` receives is a known function of each token's log-prob, pass this function as
         `loss_gradient`. With `with_entropy`, a language policy returns log-probs and entropies, of shape (N, 2). With
         `candidates_NK`, the IDs of K further tokens at each completion token, it returns 1 + K log-probs per completion
-        token. Collective: every rank must call this the same number of times."""
+        token. With `top`, it returns the most probable tokens too (`HeadSettings.top_logprobs`). Collective: every rank
+        must call this the same number of times."""
         inputs = self._module.prepare_inputs(batch, self._ranks.device)
         if candidates_NK is not None:
             inputs = inputs.with_candidates(candidates_NK)
@@ -116,6 +118,8 @@ class Trainer:
             inputs = inputs._replace(loss_gradient=self._scale_loss_gradient(loss_gradient))
         if with_entropy:
             inputs = inputs._replace(with_entropy=True)
+        if top is not None:
+            inputs = inputs._replace(top=top)
         return self._run_engine(inputs)
 
     def _scale_loss_gradient(self, loss_gradient: LossGradient) -> LossGradient:

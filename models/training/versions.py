@@ -243,6 +243,16 @@ class LoadedModels:
         teacher returns its most probable tokens, the policy must be loaded before the teacher."""
         return self._teacher.load(version).forward
 
+    def policy_as_teacher(self) -> Forward:
+        """Return the forward function of the policy in memory as its own teacher, which may return its most probable
+        tokens."""
+        return partial(self.policy.trainer.forward, top=self._top_tokens)
+
+    @property
+    def _top_tokens(self) -> TopTokens | None:
+        """Choice of the most probable tokens that teachers return, or None if they return none."""
+        return TopTokens(self._top_k, self.policy.trainer.vocab_size) if self._top_k else None
+
     def close(self) -> None:
         """Release the memory of all models."""
         for models in (self.policy, self.critic, self._reference, self._teacher):
@@ -294,8 +304,7 @@ class LoadedModels:
         return FrozenModel(self._build_step_module(denoiser, directory), update, ranks=self.ranks)
 
     def _build_teacher(self, version: ModelVersion) -> FrozenModel:
-        top = TopTokens(self._top_k, self.policy.trainer.vocab_size) if self._top_k else None
-        return self._build_frozen(version, self._update, top=top)
+        return self._build_frozen(version, self._update, top=self._top_tokens)
 
     def _build_frozen(
         self, version: ModelVersion, update: UpdateConfig, *, top: TopTokens | None = None

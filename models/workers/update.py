@@ -49,6 +49,7 @@ from rheostat.models.training.update_steps import (
 )
 from rheostat.models.training.versions import LoadedModels, ResidentTrainer
 from rheostat.models.workers.offline import OfflineTrainer
+from rheostat.models.workers.teacher_inputs import TeacherInputs
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class UpdateWorker:
         distillation = self._algorithm.distillation
         has_images = distillation is not None or self._update.shards_weights
 
+        teacher_inputs = TeacherInputs(self._store, work, distillation)
+
         def load(teacher: int) -> dict[str, AuxiliaryForward]:
             timer.end("estimate")
             forwards = load_auxiliary_models(
@@ -130,14 +133,14 @@ class UpdateWorker:
         scores = write_auxiliary_scores(
             self._store,
             work,
-            AuxiliaryModels(load, choose_teachers(self._store, work, distillation), self._top_k),
+            AuxiliaryModels(load, choose_teachers(self._store, work, distillation), self._top_k, teacher_inputs.build),
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
             images=models.image_tokens(work.policy) if has_images else None,
             step_tokens=models.step_tokens(work.policy),
         )
         timer.end("estimate")
-        metrics = {"sequences": float(scores.sequences), "tokens": float(scores.tokens)}
+        metrics = {"sequences": float(scores.sequences), "tokens": float(scores.tokens), **teacher_inputs.metrics}
         return Outcome(shards=scores.shards, metrics=metrics, timings=timer.seconds)
 
     def update(self, work: UpdateWork) -> Outcome:

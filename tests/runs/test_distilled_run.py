@@ -45,6 +45,25 @@ def test_the_store_has_a_copy_of_the_teacher(distilled, tmp_path):
     assert verified.code == 0, verified.output
 
 
+def test_a_policy_that_reads_the_answer_teaches_itself(tmp_path, prefect_api):
+    job = InProcessJob(tmp_path, prefect_api)
+    job.train(
+        "iterations=1",
+        "algorithm.kind=distillation",
+        "algorithm.distillation.teacher.kind=policy",
+        "algorithm.distillation.teacher.template=The answer is {answer}. {prompt}",
+        "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:even', weight = 0}]",
+    )
+    assert manifest_of(job.run, "it-0001/estimates")["metrics"]["privileged"] == 6 * 4
+    estimates, samples = (rows_by_sample(job, "it-0001", stage) for stage in ("estimates", "credit"))
+    for name, sample in samples.items():
+        teacher, policy = (np.array(estimates[name][column]) for column in ("teacher", "policy"))
+        np.testing.assert_array_equal(np.float32(sample["advantages"]), np.float32(teacher - policy))
+        assert (teacher != policy).any()
+    assert digest_of(job.run, "it-0001/update") != digest_of(job.run, "policy/initial")
+    assert job.command("verify").code == 0
+
+
 @pytest.mark.slow
 def test_a_run_ends_while_its_teacher_is_down_and_continues_afterwards(tmp_path, prefect_api):
     write_teacher(tmp_path)

@@ -90,10 +90,6 @@ in another order differ by about 1% of a typical gradient, which turns the signs
 """
 
 
-def _kind_of_adapter(lora: LoraConfig) -> str:
-    return "dora" if lora.dora else "yes"
-
-
 def name_of(settings: dict) -> str:
     """Return a name that differs from the names of all other settings."""
     values = (

@@ -1,0 +1,180 @@
+"""Sequences that some teachers read instead of the policy's: privileged prompts of the policy as its own teacher, and
+texts in the tokens of a teacher with another tokenizer.
+
+This module is used by update ranks. Every rank builds the same sequences.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import groupby
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from rheostat.infra.errors import BadInput
+from rheostat.infra.store.bundles import fetch_bundle
+from rheostat.infra.store.contracts import Store
+from rheostat.infra.store.shards import read_shard
+from rheostat.models.config.teachers import SOLUTION, Distillation, TeacherPolicy
+from rheostat.models.data.problems import Prompt, TemplateArguments
+from rheostat.models.denoising.policy import policy_context
+from rheostat.models.engines.requests import generation_settings, stated_ends
+from rheostat.models.modeling.batching import Rows
+from rheostat.models.records.columns import select_rows
+from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.work import EstimateWork
+from rheostat.models.text.alignment import align_completion, build_byte_decoder
+from rheostat.models.text.privileged_prompts import build_privileged_prompt
+from rheostat.models.text.tokenizer import load_tokenizer, tokenize_prompts
+from rheostat.models.training.auxiliary import TeacherSequence
+from rheostat.models.workers.prompt_chats import read_chats
+
+
+class TeacherInputs:
+    """Builder of the sequences of the teachers in one work unit."""
+
+    def __init__(self, store: Store, work: EstimateWork, distillation: Distillation | None) -> None:
+        self._store = store
+        self._work = work
+        self._teachers = [] if distillation is None else [*distillation.teachers.values()]
+        self.metrics = dict[str, float]()
+        """Number of completions that a teacher read after a privileged prompt (`privileged`), and number of completion
+        tokens that are compared with a teacher with another tokenizer (`aligned`). Empty without such teachers."""
+
+    def build(
+        self, teacher: int, rows: Rows, rollouts: pa.Table, inputs: Sequence[ModelInput]
+    ) -> dict[int, TeacherSequence]:
+        """Return the sequences of one teacher by row of `rollouts`, whose model inputs are `inputs`. Empty if the
+        teacher reads the policy's sequences. Raises BadInput if the work unit does not name the prompts or the
+        teacher."""
+        settings = self._teachers[teacher] if self._teachers else None
+        if settings is not None and settings.privileged is not None:
+            return self._build_privileged(settings.privileged, rows, rollouts, inputs)
+        if settings is not None and settings.aligns_text:
+            return self._build_aligned(teacher, rows, rollouts, inputs)
+        return {}
+
+    def _build_privileged(
+        self, teacher: TeacherPolicy, rows: Rows, rollouts: pa.Table, inputs: Sequence[ModelInput]
+    ) -> dict[int, TeacherSequence]:
+        """Return the completions of the policy after privileged prompts.
+
+        A row is omitted if the template has `{solution}` but its group has no other completion with a sufficient
+        reward, or if its sequence would not fit into the policy's context.
+        """
+        directory = fetch_bundle(self._store, self._work.policy.weights)
+        tokenizer, context = load_tokenizer(directory), policy_context(directory)
+        chosen = {row: row for row in rows}
+        if SOLUTION in teacher.fields:
+            chosen = choose_solutions(rollouts, rows, self._read_rewards(), min_reward=teacher.min_reward)
+        texts = {row: tokenizer.decode(inputs[row].completion, skip_special_tokens=True) for row in {*chosen.values()}}
+        solutions = texts if SOLUTION in teacher.fields else dict.fromkeys(texts, "")
+        prompt_rows = rollouts["prompt_row"].to_pylist()
+        needed = sorted({(prompt_rows[row], solutions[solution]) for row, solution in chosen.items()})
+        prompts = self._tokenize(needed, tokenizer, teacher)
+        sequences = dict[int, TeacherSequence]()
+        for row, solution in chosen.items():
+            prompt = prompts[prompt_rows[row], solutions[solution]]
+            if 0 < len(prompt) <= context - inputs[row].num_completion_tokens:
+                sequences[row] = TeacherSequence(prompt.append_completion(inputs[row].completion))
+        self.metrics["privileged"] = self.metrics.get("privileged", 0.0) + len(sequences)
+        return sequences
+
+    def _build_aligned(
+        self, teacher: int, rows: Rows, rollouts: pa.Table, inputs: Sequence[ModelInput]
+    ) -> dict[int, TeacherSequence]:
+        """Return the texts of all rows as tokens of the teacher, with the spans that are compared."""
+        version = (self._work.teacher, *self._work.specialists)[teacher]
+        if version is None:
+            raise BadInput(f"iteration {self._work.iteration}: the work unit does not name the teacher's weights")
+        policy, directory = (fetch_bundle(self._store, each.weights) for each in (self._work.policy, version))
+        own, tokenizer, context = load_tokenizer(policy), load_tokenizer(directory), policy_context(directory)
+        align = partial(
+            align_completion,
+            policy_bytes=cache(build_byte_decoder(own, where="the policy")),
+            teacher_bytes=cache(build_byte_decoder(tokenizer, where="the teacher")),
+            teacher=tokenizer,
+            ends=frozenset({int(own.eos_token_id), *stated_ends(generation_settings(policy))}),
+        )
+        prompt_rows = rollouts["prompt_row"].to_pylist()
+        prompts = self._tokenize([(row, "") for row in sorted({prompt_rows[row] for row in rows})], tokenizer)
+        sequences = dict[int, TeacherSequence]()
+        for row in rows:
+            prompt, completion = prompts[prompt_rows[row], ""], inputs[row].completion.tolist()
+            aligned = align(completion, max_tokens=context - len(prompt))
+            prompt = ModelInput.from_prompt(prompt.tokens[:context])
+            sequences[row] = TeacherSequence(prompt.append_completion(aligned.tokens), aligned.spans)
+            aligned_tokens = sum(each.stop - each.start for each, _ in aligned.spans)
+            self.metrics["aligned"] = self.metrics.get("aligned", 0.0) + aligned_tokens
+        return sequences
+
+    def _tokenize(
+        self,
+        needed: Sequence[tuple[int, str]],
+        tokenizer: PreTrainedTokenizerFast,
+        teacher: TeacherPolicy | None = None,
+    ) -> dict[tuple[int, str], ModelInput]:
+        """Return the prompts of a teacher by prompt row and solution."""
+        built = self._build_prompts(teacher, needed)
+        tokenized = tokenize_prompts(
+            [prompt for prompt, _ in built],
+            tokenizer,
+            sources=[f"prompt row {row}" for row, _ in needed],
+            arguments=[arguments for _, arguments in built],
+            rules=self._work.text_rules,
+        )
+        return dict(zip(needed, (each.input for each in tokenized), strict=True))
+
+    def _build_prompts(
+        self, teacher: TeacherPolicy | None, needed: Sequence[tuple[int, str]]
+    ) -> list[tuple[Prompt, TemplateArguments]]:
+        """Return the prompts with the arguments of the chat template, given prompt rows and solutions. Without a
+        teacher of kind "policy", they are the prompts of the problems."""
+        if self._work.prompts is None:
+            raise BadInput(f"iteration {self._work.iteration}: the work unit must name the prompts, but it does not")
+        table, chats = read_shard(self._store, self._work.prompts), read_chats(self._store, self._work.prompts)
+        built: list[tuple[Prompt, TemplateArguments]] = []
+        for row, solution in needed:
+            messages, arguments = chats[row]
+            prompt: Prompt = messages or table["text"][row].as_py()
+            if teacher is not None:
+                prompt = build_privileged_prompt(
+                    prompt,
+                    teacher,
+                    answer=table["answer"][row].as_py(),
+                    columns=json.loads(table["columns"][row].as_py()),
+                    solution=solution,
+                    source=f"prompt row {row}",
+                )
+            built.append((prompt, arguments))
+        return built
+
+    def _read_rewards(self) -> dict[tuple[int, int], float]:
+        """Return the total reward of each completion by prompt row and sample. Missing rewards are NaN."""
+        rewards = dict[tuple[int, int], float]()
+        for shard in self._work.shards:
+            scores = select_rows(read_shard(self._store, shard.scores), shard.rows)
+            columns = (scores[name].to_pylist() for name in ("prompt_row", "sample", "reward"))
+            for prompt, sample, reward in zip(*columns, strict=True):
+                rewards[prompt, sample] = math.nan if reward is None else reward
+        return rewards
+
+
+def choose_solutions(
+    rollouts: pa.Table, rows: Rows, rewards: Mapping[tuple[int, int], float], *, min_reward: float
+) -> dict[int, int]:
+    """Return, for each of the rows, the row of the other completion of its group with the highest reward, if the reward
+    is at least `min_reward`. If several have the highest reward, it is the one with the lowest sample number. A row
+    without such a completion is omitted. `rewards` are by prompt row and sample."""
+    names = [*zip(rollouts["prompt_row"].to_pylist(), rollouts["sample"].to_pylist(), strict=True)]
+    chosen = dict[int, int]()
+    for _, members in groupby(sorted(rows, key=lambda row: names[row]), key=lambda row: names[row][0]):
+        group = [*members]
+        solved = [row for row in group if rewards[names[row]] >= min_reward]
+        ranked = sorted(solved, key=lambda row: (-rewards[names[row]], names[row][1]))
+        for row in group:
+            if others := [each for each in ranked if each != row]:
+                chosen[row] = others[0]
+    return chosen
