@@ -92,9 +92,8 @@ in another order differ by about 1% of a typical gradient, which turns the signs
 
 def name_of(settings: dict) -> str:
     """Return a name that differs from the names of all other settings."""
-    values = (
-        getattr(value, "kind", _kind_of_adapter(value) if key == "lora" else value) for key, value in settings.items()
-    )
+    adapters = {LORA: "yes", DORA: "dora"}
+    values = (getattr(value, "kind", adapters[value] if key == "lora" else value) for key, value in settings.items())
     return ", ".join(f"{key}={value}" for key, value in zip(settings, values, strict=True))
 
 
