@@ -86,9 +86,9 @@ def score_steps(
     """Score the steps of solutions (`encode_steps`) and return one result per solution, in order, whose value combines
     the scores of the steps by `how`. Solutions of similar lengths share a forward pass of at most `batch_tokens` padded
     tokens. After each forward pass, `on_pass` is called with the number of its rows and its duration in seconds. A
-    solution that has as many tokens as the context or more gets no score."""
+    solution that is longer than the context gets no score."""
     lengths = [len(each) for each in inputs]
-    scores = [check_length(length - 1, reward.context - 1) for length in lengths]
+    scores = [check_length(length - 1, reward.context) for length in lengths]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
     for rows in pack(fit, lengths, budget=batch_tokens):
         began = time.perf_counter()
@@ -109,11 +109,13 @@ def _score_batch(reward: RewardModel, batch: MicroBatch) -> Tensor:
     """Return the probability, in float64, that each step of a micro-batch is right. Padding, and the token after the
     last step, are masked in attention."""
     lengths_B = torch.tensor([len(each) - 1 for each in batch.inputs])
-    mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]
-    tokens_BT = torch.from_numpy(batch.tokens_BT).masked_fill(~mask_BT, reward.pad or 0)
+    width = batch.tokens_BT.shape[1]  # the last column is never a step, and may exceed the context
+    mask_BT = torch.arange(width - 1) < lengths_B[:, None]
+    tokens_BT = torch.from_numpy(batch.tokens_BT)[:, :-1].masked_fill(~mask_BT, reward.pad or 0)
+    positions_N = torch.from_numpy(batch.positions_N - batch.positions_N // width)
     device = reward.model.device
     output = reward.model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.long().to(device))
-    logits_N = _subtract_labels(output.logits.flatten(0, 1)[torch.from_numpy(batch.positions_N).to(device)])
+    logits_N = _subtract_labels(output.logits.flatten(0, 1)[positions_N.to(device)])
     return logits_N.cpu().double().sigmoid()
 
 

@@ -1,6 +1,7 @@
 """Process reward models: their training on step labels with real ranks, and their scores as rewards of steps."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from rheostat.models.config.process_models import (
 from rheostat.models.config.reward_terms import PatternSteps, RegexReward
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.data.step_labels import load_step_labels
-from rheostat.models.modeling.process_model import check_process_model
+from rheostat.models.modeling.process_model import TOKEN_CLASSIFIER, check_process_model, score_steps
+from rheostat.models.modeling.reward_model import load_reward_model
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import (
     CreditWork,
@@ -32,6 +34,7 @@ from rheostat.models.records.work import (
     UpdateWork,
     VerdictShard,
 )
+from rheostat.models.text.step_inputs import encode_steps
 from rheostat.models.text.tokenizer import load_tokenizer
 from rheostat.models.workers.reward_model import RewardModelWorker
 from rheostat.models.workers.scoring import ScoringWorker
@@ -312,3 +315,15 @@ def test_the_trained_model_scores_steps_and_the_policy_is_updated_with_credit_fo
         right_step, wrong_step = (compute_logprob(path, "1+1+2?", line) for line in first_lines)
         preferences.append(right_step - wrong_step)
     assert preferences[1] > preferences[0]
+
+
+def test_a_solution_of_exactly_the_context_length_is_scored(tmp_path):
+    directory = write_classifier(tmp_path / "model", "gpt2")
+    model, steps = load_reward_model(directory, device="cpu", kind=TOKEN_CLASSIFIER), ["1+2=3"]
+    encode = partial(encode_steps, load_tokenizer(directory), "3+0=", separator="\n", source="here")
+    while len(encode(steps)) - 1 < model.context:
+        steps[0] += "1"
+    inputs = [encode(steps), encode([steps[0] + "1"])]
+    fits, exceeds = score_steps(model, inputs, how="min", batch_tokens=4096, on_pass=lambda rows, seconds: None)
+    assert fits.steps == pytest.approx(compute_probabilities(directory, "3+0=", steps), abs=1e-4)
+    assert fits.error is None and exceeds.error == "the text has 65 tokens, expected 1 to 64"
