@@ -1,7 +1,7 @@
 """Model inputs of process reward models: a prompt and the steps of a solution, each followed by the separator.
 
-Each step and the separator are tokenized separately, as in TRL's PRMTrainer. Therefore every step ends at a token
-boundary, also if the tokenizer would merge the end of a step with the text after it. Torch-free.
+Each step and the separator are tokenized separately, as TRL's former PRMTrainer did. Therefore every step ends at a
+token boundary, also if the tokenizer would merge the end of a step with the text after it. Torch-free.
 """
 
 from collections.abc import Sequence

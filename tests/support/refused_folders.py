@@ -91,6 +91,7 @@ _MODELS = {
     "classifier": _write_classifier,
     "convolutions": _write_convolutions,
     "critic": _write_critic,
+    "gpt2": lambda path: write_policy(path, "gpt2"),
     "idefics3": lambda path: write_seeing(path, "idefics3"),
     "one key-value head": lambda path: write_policy(path, changes={"num_key_value_heads": 1}),
     "longrope": _write_longrope,
@@ -112,6 +113,7 @@ def add_other_models(place: Path) -> None:
     for name in (
         "convolutions",
         "critic",
+        "gpt2",
         "longrope",
         "longrope scaled",
         "one key-value head",
