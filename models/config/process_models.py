@@ -116,9 +116,9 @@ class ProcessModelReward(HostedModelReward):
     """Text that the model reads after each step, in training and in scoring. The score of a step is computed at the
     last token of this text. The default is that of TRL's former PRMTrainer."""
     aggregate: ProbabilityAggregation = "min"
-    """Method that combines the scores of the steps into one number, where one number per completion is needed (such as
-    metrics and evaluations): the lowest score ("min", as in Math-Shepherd), their product ("product", as in arXiv
-    2305.20050), their mean, or the score of the last step."""
+    """Method that combines the scores of the steps into one number per completion, for metrics, evaluations and
+    algorithms that do not assign credit to steps: the lowest score ("min", as in Math-Shepherd), the product of the
+    scores ("product", as in arXiv 2305.20050), the mean, or the score of the last step."""
     batch_tokens: Positive = 16384
     """Maximum number of tokens, including padding, in one forward pass."""
 

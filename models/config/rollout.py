@@ -79,10 +79,10 @@ class DifficultyCurriculum(Settings):
     """Solve rate that a prompt without a known solve rate counts as. At the target, new prompts come before all known
     ones. Far from the target, known prompts are repeated first."""
     min_part_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    """If set, the files of a mixture are sampled more often if more can be learned from them. The weight of each file
-    is multiplied by its learnability, as a share of the largest one, and at least by this factor. The learnability is
-    the mean of p (1 - p) over the last known solve rates p of its prompts (arXiv 2502.12272), and the factor of a file
-    without known solve rates is 1."""
+    """If set, files of a mixture from which more can be learned are sampled more often. The weight of each file is
+    multiplied by L / max L, but at least by this factor. The learnability L of a file is the mean of p (1 - p) over the
+    last known solve rates p of its prompts (arXiv 2502.12272). The weight of a file without known solve rates is
+    multiplied by 1."""
 
 
 class RolloutConfig(Settings):

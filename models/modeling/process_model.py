@@ -120,7 +120,7 @@ def score_steps(
             if all(0 <= value <= 1 for value in steps):
                 scores[row] = ScoredTexts(aggregate(steps, how), None, steps)
             else:
-                scores[row] = ScoredTexts(None, f"the model's scores of the steps are {steps}")
+                scores[row] = ScoredTexts(None, f"the model returned NaN or a score of a step outside 0 to 1: {steps}")
     return scores
 
 
@@ -138,5 +138,5 @@ def _score_batch(reward: RewardModel, batch: MicroBatch) -> Tensor:
 
 
 def _subtract_labels(logits: Tensor) -> Tensor:
-    """Return the logit of the probability of the second of two labels, whose logits are in the last axis."""
+    """Return the logit of the probability of the second label. The last axis of `logits` contains the two labels."""
     return logits[..., 1].float() - logits[..., 0].float()

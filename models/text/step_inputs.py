@@ -67,11 +67,12 @@ def encode_solutions(
         elif not drop_long:
             raise BadInput(
                 f"{each.source}: the prompt and the steps have {format_count(length, 'token')}, but the context of the "
-                f"model is only {format_count(context, 'token')}. Shorten or remove the row, or add 'too_long' to drop."
+                f"model is only {format_count(context, 'token')}. Shorten or remove the row, or add 'too_long' to "
+                "labels.drop."
             )
     if not rows:
         raise BadInput(
-            f"drop with 'too_long' leaves no row: all {len(solutions)} rows from {solutions[0].source} have more than "
-            f"{context} tokens, the model's context."
+            f"labels.drop with 'too_long' leaves no row: all {len(solutions)} rows from {solutions[0].source} have "
+            f"more than {context} tokens, the model's context. Shorten the rows, or use a policy with a longer context."
         )
     return rows

@@ -323,8 +323,8 @@ def override_config(
 def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
     """Validate a configuration document. Raises BadInput with the key, the expected value and the most similar name.
 
-    If `recorded` is true, the document is from a stored run. Missing newer keys then mean "as before", and enough
-    policies are kept for the run's staleness, because `retention` is not recorded.
+    If `recorded` is true, the document is from a stored run. Missing newer keys then mean "as before". A stored
+    document has no `retention`, so `retention.keep_last` is set to the minimum that `rollout.staleness` needs.
     """
     rollout = document.get("rollout")
     if recorded and isinstance(rollout, dict) and (stale := rollout.get("staleness")):

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
 from rheostat.infra.store.runs import create_run
-from rheostat.models.modeling.critic import build_meta_critic, critic_from_policy
+from rheostat.models.modeling.critic import build_meta_critic, classifier_from_policy
 from rheostat.models.modeling.directory import check_directory
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from tests.support.environments import leave_vllm
@@ -62,7 +62,7 @@ def _write_classifier(path: Path) -> None:
 
 def _write_critic(path: Path) -> None:
     copy_model("one key-value head", path.with_name("policy of the critic"))
-    save_policy(critic_from_policy(path.with_name("policy of the critic")), small_tokenizer(), path)
+    save_policy(classifier_from_policy(path.with_name("policy of the critic")), small_tokenizer(), path)
 
 
 def _write_convolutions(path: Path) -> None:
