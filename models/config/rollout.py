@@ -71,7 +71,7 @@ class DifficultyCurriculum(Settings):
     candidates: Annotated[int, Field(ge=1, le=64)] = 4
     """Number of prompts among which each prompt is chosen. The others wait for the next epoch. With more candidates,
     the chosen prompts are nearer to the target and are repeated more often, because an epoch issues only one prompt in
-    `candidates`. With 1, prompts are issued in random order, and only `min_part_factor` has an effect."""
+    `candidates`. With 1, prompts are issued in random order, which needs `min_part_factor`."""
     explore: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the prompts that are chosen without regard to solve rates: the first candidate without a known solve
     rate or, if all are known, the first candidate. So every prompt can be issued in every epoch."""

@@ -37,6 +37,7 @@ from rheostat.placement.config import AdaptivePlacement, PlacementConfig
 from rheostat.tasks.config.documents import apply_overrides, place_overrides, read_document
 from rheostat.tasks.config.relations import (
     find_controller_conflicts,
+    find_curriculum_conflicts,
     find_name_conflicts,
     find_price_conflicts,
     find_size_conflicts,
@@ -153,6 +154,7 @@ class RunConfig(Settings):
         for reason in (
             *find_size_conflicts(self.evaluation, self.data, self.rollout, self.retention),
             *find_name_conflicts(self.rollout, self.scoring, self.placement),
+            *find_curriculum_conflicts(self.rollout, self.data),
             *find_price_conflicts(self.budget, self.scoring),
         ):
             raise ValueError(reason)
