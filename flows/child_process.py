@@ -33,8 +33,8 @@ async def run_module(
     module: str, document: str, *, folder: Path, others: Sequence[Path], python: Path | None = None
 ) -> None:
     """Run `python -m MODULE PID` in a folder, with a document on its standard input, and wait for its end. PID is the
-    id of this process. The child process exits when this process exits. `python` is the interpreter, or None for the
-    present one.
+    id of this process. The child process exits when this process exits. `python` is the path of the Python interpreter.
+    The default is the interpreter of this process.
 
     The user's modules are searched in `folder` first, and then in the folders `others`. Progress goes to the standard
     error output. Raises the error of Rheostat whose name and message the process has written to its standard output, or

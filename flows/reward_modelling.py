@@ -17,7 +17,7 @@ from rheostat.tasks.training_report import TrainedRewards, report_rewards
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def reward_model(config: RunConfig, accept_change: bool = False) -> TrainedRewards:
-    """Run the job up to its reward models, and report their accuracy on held-out pairs.
+    """Run the job up to its reward models, and report their accuracy on held-out pairs or held-out steps.
 
     Args:
         config: Configuration of the run.

@@ -334,8 +334,9 @@ class Capo(Algorithm):
     arXiv 2508.02298).
 
     The reward of a token is the weighted sum of the completion's outcome rewards and of the scores of the step that
-    contains the token. Outcome rewards score whole completions. Process rewards score steps; an example is a judge that
-    flags wrong steps. The paper uses weight 2 for the outcome and 1 for the steps.
+    contains the token. Outcome rewards score whole completions. Process rewards score steps. Examples are a judge that
+    flags wrong steps, and a process reward model (`process_model`). The paper uses weight 2 for the outcome and 1 for
+    the steps.
     """
 
     implementation = "rheostat.models.algorithms.capo:capo"
@@ -356,7 +357,7 @@ class Capo(Algorithm):
         if not process:
             yield (
                 "algorithm.kind = 'capo' needs a reward that scores steps or tokens. Add a target with per = 'step' or "
-                "per = 'token', or a judge with verdict.kind = 'steps'"
+                "per = 'token', a judge with verdict.kind = 'steps', or kind = 'process_model'"
             )
         elif outcome <= 0:
             yield (

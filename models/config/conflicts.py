@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rheostat.infra.config import PoolsConfig
-from rheostat.infra.validation_errors import nearest
 from rheostat.models.config.algorithms import Algorithm
 from rheostat.models.config.attention import FLASH, KERNELS, describe_missing_package
 from rheostat.models.config.corrections import TruncatedImportance
@@ -99,8 +98,8 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
     positive, terms = job.update.positive_nll, job.scoring.terms
     if positive is not None and positive.metric is not None and positive.metric not in terms:
         yield (
-            f"update.positive_nll.metric: there is no reward {positive.metric!r}. Use "
-            f"{', '.join(terms)}{nearest(positive.metric, terms)}"
+            f"update.positive_nll.metric is {positive.metric!r}, but it must be the name of a reward. Set it to "
+            f"{' or '.join(map(repr, terms))}"
         )
     distillation = job.algorithm.distillation
     if distillation is not None and distillation.top_k is not None and job.update.entropy is not None:
@@ -149,7 +148,7 @@ def _find_forward_process_conflicts(job: JobParts) -> Iterator[str]:
     elif not sampler.is_deterministic:
         yield (
             f"rollout.denoising.sampler.kind is {sampler.label!r}, but {loss} trains on finished pictures, which are "
-            "stored only with 'ode'. Use 'ode'"
+            "stored only with 'ode'. Set rollout.denoising.sampler.kind = 'ode'"
         )
     if update.corrections != (TruncatedImportance(),):
         yield (

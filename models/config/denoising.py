@@ -87,9 +87,10 @@ class DdimSampler(Sampler):
 
 
 class OdeSampler(Sampler):
-    """Euler steps along the predicted velocity, without noise. Steps have no log-probs, so this sampler needs a loss
-    that trains on finished pictures, such as `diffusion_nft`. Such a loss adds new noise at the noise levels of the
-    steps: of all steps except those at the end with a level below 0.01, or of those in `rollout.denoising.window`."""
+    """Euler steps along the predicted velocity, without noise. Such steps have no log-probs, so this sampler needs a
+    loss that trains on finished pictures, such as `diffusion_nft`. The loss adds new noise to the pictures at the noise
+    levels of the denoising steps in `rollout.denoising.window`. If no window is set, it uses all levels of at least
+    0.01."""
 
     implementation = "rheostat.models.denoising.samplers:ode"
     is_deterministic = True

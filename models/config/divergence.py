@@ -23,13 +23,13 @@ class ReferenceReset(Settings):
     """Settings for the reference of a KL penalty. By default it is always the initial policy."""
 
     reset_every: Annotated[Positive | None, Since("0.2.0", before=None)] = None
-    """Number n of iterations after which the reference is replaced by the current policy (reference reset, ProRL, arXiv
-    2505.24864, section 2.3). The reference of iteration i is the policy after iteration n x floor((i - 1) / n), or the
-    restored policy if an alarm has reverted to an older one since then. The optimizer state is not reset."""
+    """Number n of iterations after which the current policy becomes the reference (reference reset, ProRL, arXiv
+    2505.24864, section 2.3). The reference of iteration i is the policy after iteration n x floor((i - 1) / n). If an
+    alarm has reverted to an older policy since then, the restored policy is the reference. The optimizer state is not
+    reset."""
     reset_after_plateau: Annotated[Positive | None, Since("0.2.0", before=None)] = None
-    """Number n of iterations after which the reference is replaced by the current policy if the mean reward of none of
-    them was higher than the best one before. The iterations are counted from the last reset or from the iteration with
-    the best mean reward, whichever is later. Use this or `reset_every`."""
+    """After n iterations without a new best mean reward, the current policy becomes the reference. Counting restarts
+    after a reset and after each new best. Use this or `reset_every`."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> "ReferenceReset":
@@ -39,7 +39,7 @@ class ReferenceReset(Settings):
 
     @property
     def rule(self) -> "ReferenceReset":
-        """Only these settings, so that penalties of different types can be compared."""
+        """Copy that contains only these settings, so that penalties of different types can be compared."""
         return ReferenceReset(reset_every=self.reset_every, reset_after_plateau=self.reset_after_plateau)
 
     @property

@@ -305,11 +305,10 @@ class DiffusionNft(PolicyLoss):
 
     kind: Literal["diffusion_nft"] = "diffusion_nft"
     beta: Annotated[float, Field(gt=0)] = 1.0
-    """Distance β of the positive and the negative velocity from the velocity before the update, relative to the
-    distance of the trained velocity. With a smaller β, the update may move further."""
+    """β in the paper: v⁺ and v⁻ are v_old plus and minus β · (v − v_old). A smaller β allows larger updates."""
     advantage_clip: Annotated[float, Field(gt=0)] = 5.0
-    """Advantage from which on a picture counts as positive only, and from whose negative on as negative only. The
-    weight r of the positive part is 1/2 + advantage / (2 x advantage_clip), limited to 0 and 1."""
+    """Advantage at which the loss uses only the positive part. At minus this advantage, it uses only the negative part.
+    The weight r of the positive part is 1/2 + advantage / (2 x advantage_clip), limited to 0 and 1."""
 
 
 class TargetLoss(Target):

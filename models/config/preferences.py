@@ -17,8 +17,8 @@ from rheostat.models.config.training import DpoConfig
 
 
 class Preferences(Variant):
-    """Fields common to all sources of preferences, which are mostly pairs (a better and a worse completion of the same
-    prompt). `implementation` names a `rheostat.models.data.preferences.PreferenceSource`."""
+    """Fields common to all sources of preferences. A preference is a pair (a better and a worse completion of the same
+    prompt) or a labeled completion. `implementation` names a `rheostat.models.data.preferences.PreferenceSource`."""
 
     checks = {"policy": "rheostat.models.inspection.preferences:check_preferences"}
     reading_reporter: ClassVar[str] = ""
@@ -37,8 +37,8 @@ class Preferences(Variant):
         yield from ()
 
     def find_training_conflicts(self, dpo: DpoConfig | None, reward_models: Sequence[str]) -> Iterator[str]:
-        """Yield one message for each training that cannot use these preferences: `[dpo]`, or the reward models that the
-        run trains, which are given by their names."""
+        """Yield one message for each training that cannot use these preferences. `dpo` contains the settings of
+        `[dpo]`, and `reward_models` the names of the reward models that the run trains."""
         yield from ()
 
 

@@ -58,7 +58,7 @@ class ProcessModel(ServedModel):
 
 class DirectoryProcessModel(ProcessModel):
     """Process reward model loaded from a directory in Hugging Face format: a token classifier with two labels, as TRL's
-    PRMTrainer writes it. The run stores a copy of the directory."""
+    former PRMTrainer wrote it. The run stores a copy of the directory."""
 
     implementation = "rheostat.models.modeling.initial:write_process_model"
     inspection = "rheostat.models.inspection.other_models:check_directory_process_model"
@@ -114,11 +114,11 @@ class ProcessModelReward(HostedModelReward):
     """Method that divides the completion into steps."""
     separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text that the model reads after each step, in training and in scoring. The score of a step is computed at the
-    last token of this text. The default is that of TRL's PRMTrainer."""
+    last token of this text. The default is that of TRL's former PRMTrainer."""
     aggregate: ProbabilityAggregation = "min"
-    """Method that combines the scores of the steps into one number, where one number per completion is needed (such as
-    metrics and evaluations): the lowest score ("min", as in Math-Shepherd), their product ("product", as in arXiv
-    2305.20050), their mean, or the score of the last step."""
+    """Method that combines the scores of the steps into one number per completion, for metrics, evaluations and
+    algorithms that do not assign credit to steps: the lowest score ("min", as in Math-Shepherd), the product of the
+    scores ("product", as in arXiv 2305.20050), the mean, or the score of the last step."""
     batch_tokens: Positive = 16384
     """Maximum number of tokens, including padding, in one forward pass."""
 

@@ -71,7 +71,7 @@ class DifficultyCurriculum(Settings):
     candidates: Annotated[int, Field(ge=1, le=64)] = 4
     """Number of prompts among which each prompt is chosen. The others wait for the next epoch. With more candidates,
     the chosen prompts are nearer to the target and are repeated more often, because an epoch issues only one prompt in
-    `candidates`. With 1, prompts are issued in random order, and only `min_part_factor` has an effect."""
+    `candidates`. With 1, prompts are issued in random order, which needs `min_part_factor`."""
     explore: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the prompts that are chosen without regard to solve rates: the first candidate without a known solve
     rate or, if all are known, the first candidate. So every prompt can be issued in every epoch."""
@@ -79,10 +79,10 @@ class DifficultyCurriculum(Settings):
     """Solve rate that a prompt without a known solve rate counts as. At the target, new prompts come before all known
     ones. Far from the target, known prompts are repeated first."""
     min_part_factor: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Since("0.2.0", before=None)] = None
-    """If set, the files of a mixture are sampled more often if more can be learned from them. The weight of each file
-    is multiplied by its learnability, as a share of the largest one, and at least by this factor. The learnability is
-    the mean of p (1 - p) over the last known solve rates p of its prompts (arXiv 2502.12272), and the factor of a file
-    without known solve rates is 1."""
+    """If set, files of a mixture from which more can be learned are sampled more often. The weight of each file is
+    multiplied by L / max L, but at least by this factor. The learnability L of a file is the mean of p (1 - p) over the
+    last known solve rates p of its prompts (arXiv 2502.12272). The weight of a file without known solve rates is
+    multiplied by 1."""
 
 
 class RolloutConfig(Settings):

@@ -28,8 +28,8 @@ class ServedModel(Variant):
 
 
 class HostedModelReward(RewardTerm):
-    """Fields common to rewards of discriminative models, which run in worker slots and compute one score for each
-    completion."""
+    """Fields common to rewards of models that run in worker slots and score a completion, or each step of a completion,
+    in one forward pass."""
 
     implementation = "rheostat.models.workers.reward_model:RewardModelWorker"
     checks = {"models": "rheostat.models.inspection.rewards:check_model"}
@@ -50,9 +50,9 @@ class HostedModelReward(RewardTerm):
     engine: ClassVar[None] = None
     """Inference engine: always None, because reward models run in their worker without an engine."""
     uses_rubric: ClassVar[bool] = False
-    """Whether the model rates each criterion of a rubric: always false, because it scores whole completions."""
+    """Whether the model rates each criterion of a rubric: always false, because it scores completions or steps."""
     steps_verdict: ClassVar[None] = None
-    """Settings of a verdict on steps: always None, because the model scores whole completions."""
+    """Settings of a verdict on steps: always None, because only judges have verdicts."""
     generates_text: ClassVar[bool] = False
     """Whether the model generates text: always false, because it scores a completion in one forward pass."""
     endpoint: ClassVar[None] = None

@@ -196,11 +196,11 @@ class TopK(Settings):
     position and the probability of all other tokens together."""
 
     tokens: Positive = 64
-    """Number k of most probable tokens. For each completion token, the run stores k token IDs and k log-probs, which
-    take 8 k bytes in the estimates and as much in the samples."""
+    """Number k of most probable tokens. Estimates and samples each store k token IDs and k log-probs for every
+    completion token, which need 8 · k bytes per token."""
     direction: Direction = "reverse"
-    """Direction of the divergence: "reverse" is KL(policy ‖ teacher), with which the policy concentrates on tokens that
-    the teacher finds probable, and "forward" is KL(teacher ‖ policy), with which the policy covers them all."""
+    """Direction of the divergence. With "reverse", KL(policy ‖ teacher), the policy concentrates on tokens that the
+    teacher finds probable. With "forward", KL(teacher ‖ policy), the policy gives probability to all such tokens."""
 
 
 class Distillation(Settings):
@@ -237,9 +237,9 @@ class Distillation(Settings):
             yield from teacher.find_conflicts(job)
             if self.top_k is not None and teacher.endpoint is not None:
                 yield (
-                    f"{key}.kind is {teacher.label!r}, but algorithm.distillation.top_k needs the teacher's most "
-                    "probable tokens, which the run requests from no endpoint. Use a teacher of kind 'directory', or "
-                    "remove algorithm.distillation.top_k"
+                    f"{key}.kind is {teacher.label!r}, but algorithm.distillation.top_k needs the log-probs of the "
+                    "teacher's most probable tokens, which Rheostat does not request from endpoints. Use a teacher of "
+                    "kind 'directory', or remove algorithm.distillation.top_k"
                 )
             if self.top_k is not None and teacher.aligns_text:
                 yield (

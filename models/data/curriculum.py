@@ -37,8 +37,8 @@ class Cursor(Settings):
     """Row indices of prompts to issue, in this order, before the stream continues. A row may stay here for more than
     one epoch."""
     drawn: Annotated[tuple[int, ...], Since("0.2.0", before=())] = ()
-    """Number of positions that were taken from the stream of each part. Empty while the weights of the parts are
-    constant, because then they follow from `position`."""
+    """Number of positions that were taken from the stream of each part. Empty if the weights of the parts are constant,
+    because the numbers then follow from `position`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PromptOrder:
     choice: PromptChoice | None = None
     """Choice among several candidates of the same part, or None if every row of the random order is issued."""
     weights: Sequence[float] | None = None
-    """Present weights of the parts that have rows, or None if their weights are constant."""
+    """Weights of the parts that have rows in this iteration, or None if each part always has its `weight`."""
 
     def drawn_before(self, cursor: Cursor) -> tuple[int, ...]:
         """Return the number of positions before the cursor that were taken from the stream of each part with rows."""
@@ -148,7 +148,8 @@ def take_rows(
 
     Rows in `taken`, which the iteration already uses, are not issued again in this iteration. If the stream yields such
     a row, it is added to `returned` and issued later. Rows in `excluded` are never issued. A random other row takes the
-    place of an excluded row, so that all other rows keep their places and the position does not depend on `excluded`.
+    place of an excluded row. All other rows therefore keep their places, and the position is the same as if no row were
+    excluded.
     Raises ValueError if there are fewer than `count` other rows.
     """
     others, never = frozenset(taken), frozenset(excluded)

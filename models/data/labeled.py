@@ -57,8 +57,8 @@ def _build_preference(
     label = row[config.label_column]
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise BadInput(
-            f"{place}: {config.label_column}: the label must be true (desirable) or false (undesirable), found "
-            f"{label!r:.40}. Correct the label, or remove the row."
+            f"{place}: {config.label_column}: the label must be true (desirable) or false (undesirable), or 1 or 0, "
+            f"found {label!r:.40}. Correct the label, or remove the row."
         )
     if label:
         return Preference(place, prompt, text, "", template, chosen_message=message, label=True)

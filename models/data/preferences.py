@@ -35,7 +35,7 @@ from rheostat.models.data.shapes import SCORES
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference pair: a better and a worse completion of the same prompt. With a label, only one of the two."""
+    """Better and worse completion of the same prompt (a pair), or a single completion with a label."""
 
     source: str
     """Origin of the pair for messages, such as `pairs.jsonl:17`."""
@@ -217,8 +217,9 @@ def read_text_prompt(
 def read_completion(
     place: str, row: Mapping[str, object], column: str, *, prompt: Prompt, config: PreferenceFile
 ) -> tuple[str, Message | None]:
-    """Return the completion in a column of a row: its text, and its message if that has other fields than the text. The
-    column contains plain text or a chat with one message of the assistant.
+    """Return the text of the completion in a column of a row, and the completion as a message if it has other fields
+    than the text. The message is None otherwise. The column contains plain text or a chat with one message of the
+    assistant.
 
     Raises BadInput if the value has another form, or if a plain-text prompt has a message with other fields.
     """
@@ -234,8 +235,9 @@ def read_completion(
 def _read_message(
     place: str, row: Mapping[str, object], column: str, config: PreferenceFile
 ) -> tuple[str, Message | None]:
-    """Return the text of a completion, and its message if that has other fields than the text. Raises BadInput if the
-    value is neither plain text nor a chat with one message of the assistant."""
+    """Return the text of a completion, and the completion as a message if it has other fields than the text. The
+    message is None otherwise. Raises BadInput if the value is neither plain text nor a chat with one message of the
+    assistant."""
     value = row[column]
     if not isinstance(value, list):
         return read_text(place, value, column), None

@@ -58,8 +58,8 @@ def load_step_labels(config: StepLabelFile, split: str) -> tuple[list[LabeledSol
         _require_new_prompts(rows, config)
     if not rows:
         raise BadInput(
-            f"{format_path(path)}: heldout_fraction is {config.heldout_fraction}, which leaves no {split} row. Add "
-            "rows with other prompts, change the fraction, or set heldout_path."
+            f"{format_path(path)}: labels.heldout_fraction is {config.heldout_fraction}, which leaves no {split} row. "
+            "Add rows with other prompts, change labels.heldout_fraction, or set labels.heldout_path."
         )
     return [replace(each, prompt=fill_prompt(each.prompt, config.template)) for each in rows], dropped
 
@@ -81,7 +81,7 @@ def _read_solutions(path: Path, config: StepLabelFile) -> tuple[list[LabeledSolu
     input_errors.check()
     dropped = sum(input_errors.dropped.values())
     if not solutions:
-        raise describe_empty_file(path, "row with labeled steps", dropped=dropped, key="drop")
+        raise describe_empty_file(path, "row with labeled steps", dropped=dropped, key="labels.drop")
     return solutions, dropped
 
 

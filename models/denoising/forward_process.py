@@ -66,8 +66,9 @@ class PictureErrors(StepModule):
         return self._errors[0]
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the mean squared difference between the velocities predicted in the last forward pass and those of
-        another denoiser, whose predicted pictures have the errors `means_ND` (N)."""
+        """Return, for each noised picture, the mean squared difference between the velocities that this denoiser
+        predicted in the last forward pass and the velocities of another denoiser (N). `means_ND` are the errors of the
+        pictures that the other denoiser predicts."""
         errors_ND, levels_N = self._errors
         return ((errors_ND - means_ND) / levels_N[:, None]).square().mean(1)
 

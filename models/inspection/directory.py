@@ -50,6 +50,8 @@ class Inspected:
     arguments are the denoising settings and pairs of a prompt and its origin. Raises BadInput if the model cannot
     generate such images, or if a prompt is too long."""
 
+    require_process_model: Callable[[], None] = lambda: None
+    """Function that raises BadInput if no process reward model can be built from the model's decoder."""
     ends: tuple[int, ...] = ()
     """Tokens that end a completion according to the model's generation_config.json."""
 
@@ -155,6 +157,7 @@ def inspect_model(
     from rheostat.models.modeling.critic import build_meta_critic
     from rheostat.models.modeling.experts import count_experts
     from rheostat.models.modeling.policy import policy_shape
+    from rheostat.models.modeling.process_model import require_token_classifier
     from rheostat.models.modeling.replayed_experts import can_replay
     from rheostat.models.modeling.shared_prompts import may_share_prompts, supports_sequence_parallelism
     from rheostat.models.modeling.support import check_trainable, describe_decoding_conflict, find_slow_chunk
@@ -165,7 +168,13 @@ def inspect_model(
     replays = bool(experts) and can_replay(model)
     slices, packs = supports_sequence_parallelism(model), may_share_prompts(model)
     shape = replace(shape, experts=experts, replays_experts=replays, slices=slices, packs=packs)
-    inspected = Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)))
+    inspected = Inspected(
+        shape,
+        outline(model),
+        tokenizer,
+        critic=lambda: outline(build_meta_critic(model.config)),
+        require_process_model=lambda: require_token_classifier(model.config),
+    )
     if shape.vision_model_type:  # the forward pass of known vision-language models is tested with images
         return inspected
     if is_trained:

@@ -10,18 +10,15 @@ from rheostat.models.text.step_inputs import encode_solutions
 
 def check_step_labels(reward: ProcessModelReward, facts: InputFacts, where: str) -> CheckResult | None:
     """Check the labeled solutions on which the run trains the model of a reward. Return the size of the model, which is
-    that of the policy, and the numbers of solutions. Return None if the run does not train the model. Raises BadInput
-    if a solution is invalid or uses a held-out problem, or if no model can be built from the policy."""
+    that of the policy, and the numbers of solutions. Return None if the run does not train the model. Raises BadInput,
+    which names the reward, if a solution is invalid or uses a held-out problem, or if no token classifier with a linear
+    layer `score` can be built from the policy."""
     labels = reward.model.step_labels
     if labels is None:
         return None
     shape, term, input_errors = facts.policy.shape, reward.term, InputErrors()
     try:
-        if shape.vision_model_type:
-            raise BadInput(
-                f"a process reward model cannot be built from the policy, a {shape.vision_model_type}, which reads "
-                "images. Use a text-only policy, or a process reward model with model.kind = 'directory'"
-            )
+        facts.policy.require_process_model()
         splits = [load_step_labels(labels, split)[0] for split in ("train", "heldout")]
         heldout_prompts = {(each.identity_version, each.identity) for each in facts.heldout}
         for each in splits[0]:

@@ -58,26 +58,26 @@ def load_critic(directory: Path, *, storage: ParameterStorage | None = None) -> 
     )
 
 
-def critic_from_policy(
+def classifier_from_policy(
     policy: Path,
     *,
     storage: ParameterStorage | None = None,
     build: Callable[[PretrainedConfig], PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """Build a critic from a policy's decoder and a new head that is initialized to zero, so that every value is 0 at
-    first. `storage` describes how the parameters are stored, by default in float32 on the CPU. `build` creates the
-    classifier whose decoder is replaced, by default a sequence classifier with one output."""
+    """Build a classifier, such as a critic, from a policy's decoder and a new head that is initialized to zero, so that
+    every output is 0 at first. `storage` describes how the parameters are stored, by default in float32 on the CPU.
+    `build` creates the classifier whose decoder is replaced, by default a sequence classifier with one output."""
     decoder = load_policy(policy, storage=storage)
     with lock_model_construction(), torch.device("meta"):  # without a second decoder in memory
-        critic = (build or _build_classifier)(decoder.config)
-    place = next(name for name, child in critic.named_children() if child is find_trunk(critic))
-    setattr(critic, place, find_trunk(decoder))
-    head = _require_head(critic, source=f"of {decoder.config.model_type}").to_empty(device=decoder.device)
+        classifier = (build or _build_classifier)(decoder.config)
+    place = next(name for name, child in classifier.named_children() if child is find_trunk(classifier))
+    setattr(classifier, place, find_trunk(decoder))
+    head = _require_head(classifier, source=f"of {decoder.config.model_type}").to_empty(device=decoder.device)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
         if storage is not None:
             storage.store(parameter)
-    return critic
+    return classifier
 
 
 def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
@@ -124,7 +124,7 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
 def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
     """Write the initial critic with the policy's tokenizer into `directory`, and return the critic's number of
     parameters. The critic is a copy of the classifier at `source`, or is built from the policy if `source` is None."""
-    critic = critic_from_policy(policy) if source is None else critic_from_classifier(source, policy)
+    critic = classifier_from_policy(policy) if source is None else critic_from_classifier(source, policy)
     save_policy(critic, load_tokenizer(policy), directory)
     return int(critic.num_parameters())
 

@@ -4,13 +4,14 @@ The score of a step is the probability of the second label at the last token of 
 width, N ends of steps in a micro-batch.
 """
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
@@ -20,6 +21,7 @@ from rheostat.models.config.reward_terms import ProbabilityAggregation
 from rheostat.models.modeling.batching import pack
 from rheostat.models.modeling.layout import MicroBatch, lay_out
 from rheostat.models.modeling.logprobs import ForwardInput, TokenModule
+from rheostat.models.modeling.policy import lock_model_construction
 from rheostat.models.modeling.reward_model import (
     ClassifierKind,
     RewardModel,
@@ -63,16 +65,34 @@ def check_process_model(path: Path) -> int:
 
 def build_token_classifier(config: PretrainedConfig) -> PreTrainedModel:
     """Build a token classifier with two labels from a decoder's configuration, which is modified. Raises BadInput if
-    transformers has no such class for the architecture."""
-    if config.model_type in FAMILIES or config.model_type not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+    transformers has no token classifier for the architecture, or only one without a linear layer `score`."""
+    kind, others = config.model_type, "or a process reward model with model.kind = 'directory'"
+    if kind in FAMILIES:
         raise BadInput(
-            f"a process reward model cannot be built from a {config.model_type}, because it reads images or "
-            "transformers has no token classifier for it. Use another policy, or a process reward model with "
-            "model.kind = 'directory'"
+            f"a process reward model cannot be built from the policy, a {kind}, which reads images. Use a text-only "
+            f"policy, {others}"
+        )
+    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        raise BadInput(
+            f"transformers has no token classifier for the policy's model_type {kind!r}, from which a process reward "
+            f"model could be built. Use another policy, {others}"
         )
     config.num_labels = 2
     config.dtype = torch.float32
-    return cast(PreTrainedModel, AutoModelForTokenClassification.from_config(config))
+    model = cast(PreTrainedModel, AutoModelForTokenClassification.from_config(config))
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise BadInput(
+            f"a process reward model cannot be built from the policy, because {type(model).__name__} has no linear "
+            f"layer `score`, which computes the scores of the steps. Use another policy, {others}"
+        )
+    return model
+
+
+def require_token_classifier(policy: PretrainedConfig) -> None:
+    """Raise BadInput if no process reward model can be built from a policy with this configuration. The model is built
+    on the `meta` device, without weights."""
+    with lock_model_construction(), torch.device("meta"):
+        build_token_classifier(copy.deepcopy(policy))
 
 
 def score_steps(
@@ -100,7 +120,7 @@ def score_steps(
             if all(0 <= value <= 1 for value in steps):
                 scores[row] = ScoredTexts(aggregate(steps, how), None, steps)
             else:
-                scores[row] = ScoredTexts(None, f"the model's scores of the steps are {steps}")
+                scores[row] = ScoredTexts(None, f"the model returned NaN or a score of a step outside 0 to 1: {steps}")
     return scores
 
 
@@ -120,5 +140,5 @@ def _score_batch(reward: RewardModel, batch: MicroBatch) -> Tensor:
 
 
 def _subtract_labels(logits: Tensor) -> Tensor:
-    """Return the logit of the probability of the second of two labels, whose logits are in the last axis."""
+    """Return the logit of the probability of the second label. The last axis of `logits` contains the two labels."""
     return logits[..., 1].float() - logits[..., 0].float()

@@ -150,8 +150,8 @@ def vespo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Vesp
     """Return minus log-prob times advantage, weighted by φ(W) = W^k · exp(λ · (1 − W)), the kernel of VESPO (arXiv
     2602.10693). W is the ratio of the token's whole sequence, the product of the ratios of its tokens.
 
-    Power k and decay λ depend on the sign of the advantage. The weight has no gradient. It has its maximum at W = k / λ
-    and is practically 0 where the clamp of log-ratios takes effect.
+    Power k and decay λ depend on the sign of the advantage. The weight has no gradient and is largest at W = k / λ.
+    log W is clamped to ±20. At the upper bound the weight is practically 0, and at the lower bound it is exp(λ − 20·k).
     """
     differences_N = (logprobs_N.detach() - old_N).double()
     sums_B = torch.segment_reduce(differences_N, "sum", lengths=tokens.lengths_B, unsafe=True).to(logprobs_N.dtype)

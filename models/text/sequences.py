@@ -330,15 +330,17 @@ def _build_pairs(
                 continue
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
+                completion, item = (f"{name} completion", "pair") if pair.label is None else ("completion", "row")
                 raise BadInput(
-                    f"{pair.source}: the prompt and the {name} completion have {format_count(length, 'token')} "
-                    f"together, but the context of the model is only {format_count(context, 'token')}. Shorten or "
-                    "remove the pair"
+                    f"{pair.source}: the prompt and the {completion} have {format_count(length, 'token')} together, "
+                    f"but the context of the model is only {format_count(context, 'token')}. Shorten or remove the "
+                    f"{item}"
                 )
         pairs.append(SequencePair(chosen, rejected))
     if preferences and not pairs:
+        noun = "pair" if preferences[0].label is None else "completion"
         raise BadInput(
-            f"preferences.drop with 'too_long' leaves no pair: all {len(preferences)} pairs from "
+            f"preferences.drop with 'too_long' leaves no {noun}: all {len(preferences)} {noun}s from "
             f"{preferences[0].source} have more than {context} tokens, the model's context."
         )
     return pairs

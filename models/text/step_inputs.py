@@ -1,7 +1,7 @@
 """Model inputs of process reward models: a prompt and the steps of a solution, each followed by the separator.
 
-Each step and the separator are tokenized separately, as in TRL's PRMTrainer. Therefore every step ends at a token
-boundary, also if the tokenizer would merge the end of a step with the text after it. Torch-free.
+Each step and the separator are tokenized separately, as TRL's former PRMTrainer did. Therefore every step ends at a
+token boundary, also if the tokenizer would merge the end of a step with the text after it. Torch-free.
 """
 
 from collections.abc import Sequence
@@ -67,11 +67,12 @@ def encode_solutions(
         elif not drop_long:
             raise BadInput(
                 f"{each.source}: the prompt and the steps have {format_count(length, 'token')}, but the context of the "
-                f"model is only {format_count(context, 'token')}. Shorten or remove the row, or add 'too_long' to drop."
+                f"model is only {format_count(context, 'token')}. Shorten or remove the row, or add 'too_long' to "
+                "labels.drop."
             )
     if not rows:
         raise BadInput(
-            f"drop with 'too_long' leaves no row: all {len(solutions)} rows from {solutions[0].source} have more than "
-            f"{context} tokens, the model's context."
+            f"labels.drop with 'too_long' leaves no row: all {len(solutions)} rows from {solutions[0].source} have "
+            f"more than {context} tokens, the model's context. Shorten the rows, or use a policy with a longer context."
         )
     return rows

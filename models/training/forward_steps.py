@@ -71,7 +71,7 @@ def take_forward_steps(
 
 def _predict_old(trainer: Trainer, steps: Sequence[StepBatches], on_progress: OnProgress) -> list[list[Tensor]]:
     """Return the errors of the pictures that the policy predicts before the update, in host memory, by minibatch and
-    micro-batch. Those of the first minibatch are left out, because its optimizer step computes them."""
+    micro-batch. The list of the first minibatch is empty, because its optimizer step computes these errors."""
     old: list[list[Tensor]] = [[]]
     for step in first_epoch(steps)[1:]:
         old.append([])

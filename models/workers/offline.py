@@ -35,7 +35,7 @@ from rheostat.models.engines.requests import generation_settings, stated_ends
 from rheostat.models.environments.user_view import user_examples
 from rheostat.models.judges.prompts import judge_examples
 from rheostat.models.modeling.batching import Sequences
-from rheostat.models.modeling.critic import TokenValues, critic_from_policy
+from rheostat.models.modeling.critic import TokenValues, classifier_from_policy
 from rheostat.models.modeling.logprobs import TokenLogprobs
 from rheostat.models.modeling.policy import load_policy, load_vision
 from rheostat.models.modeling.process_model import StepLogits, build_token_classifier
@@ -233,15 +233,15 @@ class OfflineTrainer:
             encode_solutions(rows, tokenizer, separator=work.separator, context=context, drop_long="too_long" in drop)
             for rows, _ in splits
         )
-        learning = StepLabelTraining(train, heldout, schedule=work.training, seed=work.seed)
+        training = StepLabelTraining(train, heldout, schedule=work.training, seed=work.seed)
 
-        def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
+        def train_model(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             budget = self._update.microbatch_tokens
             return train_on_step_labels(
-                trainer, learning, microbatch_tokens=budget, ranks=self._ranks, callbacks=callbacks
+                trainer, training, microbatch_tokens=budget, ranks=self._ranks, callbacks=callbacks
             )
 
-        outcome = self._train(work.policy, self._step_logits, learn, ranks=self._ranks)
+        outcome = self._train(work.policy, self._step_logits, train_model, ranks=self._ranks)
         num_long = sum(len(rows) for rows, _ in splits) - len(train) - len(heldout)
         dropped = {"empty": sum(count for _, count in splits), "too_long": num_long}
         counts = {f"dropped_{reason}": float(dropped[reason]) for reason in sorted(drop)}
@@ -358,7 +358,7 @@ class OfflineTrainer:
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)
-        model = critic_from_policy(directory, storage=choose_storage(self._update, ranks=self._ranks))
+        model = classifier_from_policy(directory, storage=choose_storage(self._update, ranks=self._ranks))
         # The classifier needs this token to find the end of a text, but imported policies often name it only in their
         # tokenizer.
         model.config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
@@ -367,7 +367,7 @@ class OfflineTrainer:
 
     def _step_logits(self, version: ModelVersion) -> StepLogits:
         directory, storage = fetch_bundle(self._store, version.weights), choose_storage(self._update, ranks=self._ranks)
-        model = critic_from_policy(directory, storage=storage, build=build_token_classifier)
+        model = classifier_from_policy(directory, storage=storage, build=build_token_classifier)
         with float32_trials():
             return StepLogits(model, attention=self._update.attention)
 

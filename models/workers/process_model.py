@@ -34,9 +34,9 @@ class StepScorer:
     def score(
         self, rollouts: pa.Table, store: Store, work: JudgeWork, on_pass: Callable[[int, float], None]
     ) -> tuple[list[ScoredTexts], list[int]]:
-        """Return the scores of the steps of each completion, and the number of tokens that were processed for it (0 if
-        the text exceeds the context). Chats are rendered by the model's own chat template, or are the policy's rendered
-        prompt if the model has none."""
+        """Return the scores of the steps of each completion, and the number of tokens that the model processed for the
+        completion, which is 0 if the text exceeds the context. The model's own chat template renders chats. If the
+        model has no chat template, it reads the policy's rendered prompt."""
         tokenizer = self._model.tokenizer
         rows = zip(*(rollouts[name].to_pylist() for name in ("prompt", "completion", "prompt_row")), strict=True)
         chats = None if work.prompts is None or not tokenizer.chat_template else read_chats(store, work.prompts)

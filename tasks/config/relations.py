@@ -67,6 +67,26 @@ def find_name_conflicts(rollout: RolloutConfig, scoring: ScoringConfig, placemen
             )
 
 
+def find_curriculum_conflicts(rollout: RolloutConfig, data: DataConfig) -> Iterator[str]:
+    """Yield a reason if `rollout.curriculum` has no choice among prompts, and no files of a mixture whose weights it
+    can change."""
+    curriculum = rollout.curriculum
+    if curriculum is None:
+        return
+    if curriculum.min_part_factor is None:
+        if curriculum.candidates == 1:
+            yield (
+                "rollout.curriculum.candidates is 1, so there is no choice among prompts. Set it to 2 or more. To "
+                "change only the weights of the files of a mixture, set rollout.curriculum.min_part_factor"
+            )
+    elif len(data.weights) < 2:
+        yield (
+            "rollout.curriculum.min_part_factor changes the weights of the files of a mixture, but the problems of "
+            f"data.kind = {data.label!r} are not from several files with weights. Use data.kind = 'mixture' with "
+            "several sources, or remove the key"
+        )
+
+
 def find_price_conflicts(budget: BudgetConfig, scoring: ScoringConfig) -> Iterator[str]:
     """Yield reasons why a name in `budget.prices.judges` is not that of a reward with a judge at an endpoint."""
     remote_terms = [term for term, reward in scoring.model_rewards.items() if reward.endpoint is not None]

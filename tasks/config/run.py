@@ -37,6 +37,7 @@ from rheostat.placement.config import AdaptivePlacement, PlacementConfig
 from rheostat.tasks.config.documents import apply_overrides, place_overrides, read_document
 from rheostat.tasks.config.relations import (
     find_controller_conflicts,
+    find_curriculum_conflicts,
     find_name_conflicts,
     find_price_conflicts,
     find_size_conflicts,
@@ -153,6 +154,7 @@ class RunConfig(Settings):
         for reason in (
             *find_size_conflicts(self.evaluation, self.data, self.rollout, self.retention),
             *find_name_conflicts(self.rollout, self.scoring, self.placement),
+            *find_curriculum_conflicts(self.rollout, self.data),
             *find_price_conflicts(self.budget, self.scoring),
         ):
             raise ValueError(reason)
@@ -323,8 +325,8 @@ def override_config(
 def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
     """Validate a configuration document. Raises BadInput with the key, the expected value and the most similar name.
 
-    If `recorded` is true, the document is from a stored run. Missing newer keys then mean "as before", and enough
-    policies are kept for the run's staleness, because `retention` is not recorded.
+    If `recorded` is true, the document is from a stored run. Missing newer keys then mean "as before". A stored
+    document has no `retention`, so `retention.keep_last` is set to the minimum that `rollout.staleness` needs.
     """
     rollout = document.get("rollout")
     if recorded and isinstance(rollout, dict) and (stale := rollout.get("staleness")):

@@ -168,7 +168,7 @@ def check_good_python(python: Path, good: Run, *configs: RunConfig) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BadInput(
             f"--good-python: {python} cannot be run ({error}). Name the Python interpreter of an environment, such as "
-            "/envs/before/bin/python."
+            "../before-env/bin/python."
         ) from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

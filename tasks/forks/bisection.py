@@ -72,7 +72,8 @@ class BisectRequest(Settings):
     """Folder with the user's code with which the worse run was trained, or None for the folder of its job."""
     good_python: Path | None = None
     """Python interpreter of an environment with the libraries of the better run and the present version of Rheostat.
-    With it, library versions are a difference that forks can undo. None lists different versions as not tested."""
+    If set, library versions are a difference that forks can undo. If None, different versions are listed as not
+    tested."""
     num_row_ranges: Annotated[int, Field(ge=1)] = 8
     """Number of ranges into which different training prompts are divided."""
     accept_change: bool = False

@@ -48,8 +48,8 @@ class Candidate(Settings):
     is_code: bool = False
     """Whether the code differs, so that a fork undoes the difference if it uses the code of the better run."""
     is_libraries: bool = False
-    """Whether library versions differ, so that a fork undoes the difference if the Python interpreter of the better
-    run's libraries trains it."""
+    """Whether library versions differ. A fork undoes this difference if it is trained by a Python interpreter with the
+    libraries of the better run."""
 
     @property
     def text(self) -> str:

@@ -99,6 +99,9 @@ class ForkPlan(Settings):
         price = f", price about {self.price:,.4f}" if self.price else ""
         shards = format_count(self.reused_shards, "rollout shard")
         reused = f"reuses   {shards} without the excluded prompts, after iteration {self.iteration}"
+        omitted = (
+            " without rollouts" if self.replays else ", without rollouts of reused shards" * bool(self.reused_shards)
+        )
         return [
             f"{first}{' (it exists and is continued)' if self.exists else ''}",
             f"shared   {count}, {self.shared_bytes / 1e6:,.1f} MB, not copied",
@@ -106,7 +109,7 @@ class ForkPlan(Settings):
             f"changed  {self.changes or 'nothing'}",
             f"trains   {remaining}, up to iteration {self.iterations}",
             f"costs    about {self.worker_seconds:,.0f} worker seconds{price} (mean of {self.parent}'s iterations"
-            f"{' without rollouts' if self.replays else ''})",
+            f"{omitted})",
         ]
 
 

@@ -1,7 +1,7 @@
-"""Rollout shards of a run that a fork without some prompts can share, although they are from later iterations.
+"""Rollout shards of the iterations after the start of a fork that the fork can share with its parent.
 
-The first iterations of a fork use policies that the run had, too. A shard of such an iteration is equal in both runs if
-it contains none of the excluded prompts.
+The policies that generate the first iterations of a fork are policies of the parent, too. A shard of such an iteration
+is equal in both runs if it contains none of the prompts that the fork excludes.
 """
 
 from collections import Counter
@@ -59,7 +59,8 @@ def find_unaffected_shards(
 
 
 def _iterations_like(run: Run, numbers: range, config: RunConfig, dependencies: Dependencies) -> Iterator[Iteration]:
-    """Yield the iterations of a run, up to the first whose rollouts are not those that a fork would generate."""
+    """Yield the iterations of a run in order. Stop before the first iteration whose rollouts were deleted, were
+    generated with other settings, code or libraries than those of the fork, or are from another run's policies."""
     deleted, records = iterations_without_rollouts(run, numbers), dependency_records(run)
     for number in numbers:
         changed = changed_keys(*run.settings_beside(config, number))
@@ -96,12 +97,13 @@ def _pair_plans(
 
 @dataclass(frozen=True, slots=True)
 class ReusedRollouts:
-    """Amount of the rollouts after its first iterations that a fork shares instead of generating them."""
+    """Rollouts of the iterations after the start of a fork that the fork shares with its parent."""
 
     shards: int
     """Number of rollout shards."""
     iterations: float
-    """Number of iterations that would have as many shards. For example 0.5 for 2 of the 4 shards of an iteration."""
+    """Sum of the shares of shared shards over all iterations, for example 0.5 for 2 of the 4 shards of one
+    iteration."""
 
 
 def count_unaffected_shards(run: Run, fork: Fork) -> ReusedRollouts:

@@ -113,7 +113,7 @@ class Unlearned(Settings):
             else f"the prompts were removed from {', '.join(sorted(self.tombstones))}"
         )
         later = sum(key.startswith("it-") and StageKey.parse(key).iteration > self.after for key in self.reused)
-        also = f", and {format_count(later, 'result')} after it for other prompts" if later else ""
+        also = f", and {format_count(later, 'result')} of later iterations without the prompts" if later else ""
         reused = f"{format_count(len(self.reused) - later, 'result')} of {self.parent}, up to iteration {self.after}"
         prompts = format_count(len(self.prompt_ids), "prompt")
         return "\n".join(

@@ -61,8 +61,9 @@ def reference_iteration(run: Run, number: int, reset: ReferenceReset) -> int:
 
 
 def _last_plateau(run: Run, last: int, length: int) -> int:
-    """Return the last iteration up to `last` after which the mean reward had not exceeded its best value in `length`
-    iterations since that value or since the last reset, or 0 if there is none. Reverted iterations do not count."""
+    """Return the last iteration up to `last` that ended a plateau, or 0 if there is none. A plateau is `length`
+    iterations without a new best mean reward since the start of the run. Counting restarts after a reset and after each
+    new best. Reverted iterations do not count."""
     best, counted, reset = -inf, 0, 0
     for number in range(1, last + 1):
         if has_reverted(run, number):

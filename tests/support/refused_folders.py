@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
 from rheostat.infra.store.runs import create_run
-from rheostat.models.modeling.critic import build_meta_critic, critic_from_policy
+from rheostat.models.modeling.critic import build_meta_critic, classifier_from_policy
 from rheostat.models.modeling.directory import check_directory
 from rheostat.models.modeling.policy import build_scratch, save_policy
 from tests.support.environments import leave_vllm
@@ -62,7 +62,7 @@ def _write_classifier(path: Path) -> None:
 
 def _write_critic(path: Path) -> None:
     copy_model("one key-value head", path.with_name("policy of the critic"))
-    save_policy(critic_from_policy(path.with_name("policy of the critic")), small_tokenizer(), path)
+    save_policy(classifier_from_policy(path.with_name("policy of the critic")), small_tokenizer(), path)
 
 
 def _write_convolutions(path: Path) -> None:
@@ -91,6 +91,7 @@ _MODELS = {
     "classifier": _write_classifier,
     "convolutions": _write_convolutions,
     "critic": _write_critic,
+    "gpt2": lambda path: write_policy(path, "gpt2"),
     "idefics3": lambda path: write_seeing(path, "idefics3"),
     "one key-value head": lambda path: write_policy(path, changes={"num_key_value_heads": 1}),
     "longrope": _write_longrope,
@@ -112,6 +113,7 @@ def add_other_models(place: Path) -> None:
     for name in (
         "convolutions",
         "critic",
+        "gpt2",
         "longrope",
         "longrope scaled",
         "one key-value head",

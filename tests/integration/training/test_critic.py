@@ -20,7 +20,7 @@ from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
 from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import CriticConfig, Ppo
-from rheostat.models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
+from rheostat.models.modeling.critic import TokenValues, classifier_from_policy, critic_from_classifier, write_critic
 from rheostat.models.modeling.logprobs import ForwardInput
 from rheostat.models.modeling.policy import load_policy, save_policy
 from rheostat.models.records.schemas import ESTIMATE_SCHEMA
@@ -59,7 +59,7 @@ def critic(uri: str, policy: ModelVersion) -> ModelVersion:
 
 def write_classifier(policy: Path, directory: Path) -> None:
     """Write a classifier with a random head on a policy's trunk."""
-    model = critic_from_policy(policy)
+    model = classifier_from_policy(policy)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     save_policy(model, load_tokenizer(policy), directory)
 
@@ -109,7 +109,7 @@ def test_a_critic_keeps_the_weights_of_the_directory_it_starts_from(uri, policy,
 
 def write_otherwise(kind: str, policy: Path, directory: Path) -> None:
     """Write a directory from which no critic of the policy can start."""
-    model, tokenizer = critic_from_policy(policy), load_tokenizer(policy)
+    model, tokenizer = classifier_from_policy(policy), load_tokenizer(policy)
     if kind == "tokenizer":
         tokenizer = train_tokenizer(["other words altogether"], vocab_size=300, context=64)
     elif kind == "language model":

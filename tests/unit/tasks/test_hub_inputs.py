@@ -29,7 +29,7 @@ from rheostat.models.data.problems import load_problems
 from rheostat.models.data.training_chats import load_chats
 from rheostat.models.inspection.directory import inspect_import
 from rheostat.models.inspection.other_models import check_teacher
-from rheostat.models.modeling.critic import critic_from_policy, write_critic
+from rheostat.models.modeling.critic import classifier_from_policy, write_critic
 from rheostat.models.modeling.initial import write_judge, write_reward_model
 from rheostat.models.modeling.initial import write_policy as write_initial_policy
 from rheostat.models.modeling.policy import save_policy
@@ -391,7 +391,7 @@ def test_another_input_of_the_hub_is_fetched_recorded_and_loaded_offline(
     scorer, copy = tmp_path / "scorer", tmp_path / "copy"
     for folder in (scorer, copy):
         folder.mkdir()
-    save_policy(critic_from_policy(tmp_path / "policy"), load_tokenizer(tmp_path / "policy"), scorer)
+    save_policy(classifier_from_policy(tmp_path / "policy"), load_tokenizer(tmp_path / "policy"), scorer)
     repositories.add("team/scorer", scorer)
     for repository, lines in (("team/pairs", PAIRS), ("team/chats", CHATS)):
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
