@@ -6,7 +6,7 @@ copied into the run once, unless it is behind an endpoint or is the policy itsel
 
 from rheostat.infra.store.manifests import Manifest
 from rheostat.models.algorithms.advantages import required_models
-from rheostat.models.config.teachers import TeacherDirectory
+from rheostat.models.config.teachers import SOLUTION, TeacherDirectory
 from rheostat.models.records.versions import critic_of, policy_of
 from rheostat.models.records.work import CriticWork, EstimateWork, TeacherWork
 from rheostat.tasks.config.run import RunConfig
@@ -64,7 +64,9 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
     distillation = open_run.settings.algorithm.distillation
     specialists = () if distillation is None else distillation.specialists
-    builds = distillation is not None and any(each.builds_prompts for each in distillation.teachers.values())
+    sources = [] if distillation is None else [*distillation.teachers.values()]
+    builds = any(each.builds_prompts for each in sources)
+    reads_scores = any(each.privileged is not None and SOLUTION in each.privileged.fields for each in sources)
     prompts = iteration.prompts if specialists or builds else None
     versions = [policy_of(teachers[index]) if index in teachers else None for index in range(1 + len(specialists))]
     work = EstimateWork(
@@ -81,7 +83,8 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     )
     inputs = (policy, reference, critic, *teachers.values(), prompts)
     models = {manifest.key: manifest for manifest in inputs if manifest is not None}
-    key, parents = iteration.stage_key("estimates"), [*scored.rollouts, *models.values()]
+    scores = scored.scores if reads_scores else ()
+    key, parents = iteration.stage_key("estimates"), [*scored.rollouts, *scores, *models.values()]
     return await run_once(open_run, key, role="update", method="estimate", work=work, parents=parents)
 
 

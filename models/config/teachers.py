@@ -84,6 +84,16 @@ class TeacherDirectory(Teacher):
         """Whether the teacher may have another tokenizer than the policy, because `align` is "text"."""
         return self.align == "text"
 
+    def find_conflicts(self, job: Job) -> Iterator[str]:
+        """Yield a message if texts are aligned and the sampling temperature is not 1, because then the sum of a text's
+        log-probs depends on the tokenizer."""
+        temperature = job.rollout.sampling.temperature
+        if self.aligns_text and temperature != 1:
+            yield (
+                f"rollout.sampling.temperature is {temperature:g}, but with align = 'text' the log-probs of texts are "
+                "compared, which are defined only at temperature 1. Use 1, or a teacher with the policy's tokenizer"
+            )
+
     @property
     def local_model(self) -> "TeacherDirectory":
         """This object itself, because the run stores a copy of the teacher and runs it."""

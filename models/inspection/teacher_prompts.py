@@ -20,7 +20,9 @@ def check_policy_teacher(teacher: TeacherPolicy, facts: InputFacts, where: str) 
         for each, source in zip(problems, sources, strict=True)
     ]
     arguments, rules = [each.template for each in problems], facts.inputs.data.text_rules
-    tokenized = tokenize_prompts(prompts, facts.tokenizer, sources=sources, arguments=arguments, rules=rules)
+    tokenized = tokenize_prompts(
+        prompts, facts.tokenizer, sources=sources, processor=facts.processor, arguments=arguments, rules=rules
+    )
     room = facts.policy.shape.context - facts.inputs.rollout.sampling.max_new_tokens
     for source, prompt in zip(sources, tokenized, strict=True):
         if not 0 < len(prompt.input) <= room:
@@ -40,8 +42,10 @@ def check_aligned_teacher(teacher: TeacherDirectory, facts: InputFacts, where: s
     from rheostat.models.text.tokenizer import tokenize_problems
 
     problems, inspected = _find_problems(facts, where), inspect_directory(fetch_path(teacher.path))
+    data = facts.inputs.data
     try:
-        tokenized = tokenize_problems(problems, inspected.tokenizer, rules=facts.inputs.data.text_rules)
+        processor = inspected.load_processor(data.pixels)
+        tokenized = tokenize_problems(problems, inspected.tokenizer, processor, rules=data.text_rules)
     except BadInput as error:
         raise BadInput(f"{where}: the teacher cannot read the prompts of the policy: {error}") from error
     for problem, prompt in zip(problems, tokenized, strict=True):
@@ -57,7 +61,7 @@ def _find_problems(facts: InputFacts, where: str) -> list[Problem]:
     distillation = facts.inputs.algorithm.distillation
     assert distillation is not None, "the teacher belongs to a distillation"
     index = [*distillation.teachers].index(where)
-    problems = [each for each in facts.train if distillation.choose_teacher(each.columns) == index]
+    problems = [each for each, _ in facts.prompts[0] if distillation.choose_teacher(each.columns) == index]
     for problem in problems:
         if problem.images:
             raise BadInput(

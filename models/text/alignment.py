@@ -54,12 +54,12 @@ def build_byte_decoder(tokenizer: PreTrainedTokenizerFast, *, where: str) -> Cal
     def read(token: int) -> bytes:
         """Return the bytes of a token."""
         if token in added:
-            return added[token]
+            return added[token] if "ByteLevel" in kinds else added[token].replace(_SPACE.encode(), b" ")
         piece: str | None = tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # some models have more token IDs than their tokenizers
             return b""
         if "ByteLevel" in kinds:
-            return bytes([values[character] for character in piece])
+            return b"".join(bytes([values[each]]) if each in values else each.encode() for each in piece)
         return _read_sentence_piece(piece)
 
     return read
@@ -89,13 +89,14 @@ def align_completion(
     teacher_bytes: Callable[[int], bytes],
     teacher: PreTrainedTokenizerFast,
     ends: frozenset[int],
+    teacher_end: int,
     max_tokens: int,
 ) -> AlignedCompletion:
     """Return a completion of the policy as tokens of the teacher, with their spans.
 
-    `ends` are the tokens with which the policy ends a completion. Such a last token is a separate span, with the
-    teacher's EOS token. A text that is not valid UTF-8 is cut before the first wrong byte. The teacher reads at most
-    `max_tokens` tokens. After a cut, there are no more spans.
+    `ends` are the tokens with which the policy ends a completion. Such a last token is a separate span, with the token
+    `teacher_end` with which the teacher ends one. A text that is not valid UTF-8 is cut before the first wrong byte.
+    The teacher reads at most `max_tokens` tokens. After a cut or a difference of the texts, there are no more spans.
     """
     has_end = len(completion) > 0 and completion[-1] in ends
     pieces = [policy_bytes(token) for token in (completion[:-1] if has_end else completion)]
@@ -105,13 +106,20 @@ def align_completion(
     is_cut = len(text.encode()) < len(data) or len(tokens) + has_end > max_tokens
     tokens = tokens[: max(0, max_tokens)]
     theirs = [teacher_bytes(token) for token in tokens]
-    if theirs and theirs[0].startswith(b" ") and not data.startswith(b" "):
-        theirs[0] = theirs[0][1:]  # SentencePiece puts a space before the first word of a text
+    read = b"".join(theirs)
+    if _count_spaces(read) > _count_spaces(data):
+        theirs[0] = theirs[0][1:]  # some tokenizers of SentencePiece put a space before every text
+        read = read[1:]
     spans = find_spans(pieces, theirs)
-    if has_end and not is_cut:
+    if has_end and not is_cut and read == data:
         spans += ((slice(len(pieces), len(pieces) + 1), slice(len(tokens), len(tokens) + 1)),)
-        tokens = [*tokens, int(teacher.eos_token_id)]
+        tokens = [*tokens, teacher_end]
     return AlignedCompletion(tokens, spans)
+
+
+def _count_spaces(data: bytes) -> int:
+    """Return the number of spaces at the beginning."""
+    return len(data) - len(data.lstrip(b" "))
 
 
 def _decode_valid(data: bytes) -> str:

@@ -24,11 +24,17 @@ def build_privileged_prompt(
     in a chat, the last user message is replaced.
 
     `answer`, `columns` and `solution` are the values of the template's fields, and `source` is the origin of the
-    prompt in messages. Raises BadInput if the template has an unknown field, or if a chat does not end with a message
-    of the user.
+    prompt in messages. Raises BadInput if the template has an unknown field or one that is also a column, or if a chat
+    does not end with a message of the user.
     """
     text = prompt if isinstance(prompt, str) else prompt[-1].text
-    values = {name: encode_value(value) for name, value in columns.items()}
+    values, own = {name: encode_value(value) for name, value in columns.items()}, {"prompt", "answer", SOLUTION}
+    for name in own & {*teacher.fields} & {*values}:
+        if name != "answer" or values[name] != answer:
+            raise BadInput(
+                f"{source}: the teacher's template has the field {{{name}}}, which has another meaning than the column "
+                f"{name!r} of the problem. Rename the column, or remove it from environment_columns of the data"
+            )
     values |= {"prompt": text, "answer": answer, SOLUTION: solution}
     for name in teacher.fields:
         if name not in values:

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.contracts import Store
-from rheostat.infra.store.shards import read_shard
+from rheostat.infra.store.shards import ShardRef, read_shard
 from rheostat.models.config.teachers import SOLUTION, Distillation, TeacherPolicy
-from rheostat.models.data.problems import Prompt, TemplateArguments
+from rheostat.models.data.problems import Message, Prompt, TemplateArguments
 from rheostat.models.denoising.policy import policy_context
-from rheostat.models.engines.requests import generation_settings, stated_ends
+from rheostat.models.engines.requests import decode_texts, generation_settings, stated_ends
 from rheostat.models.modeling.batching import Rows
 from rheostat.models.records.columns import select_rows
 from rheostat.models.records.model_input import ModelInput
@@ -28,7 +28,9 @@ from rheostat.models.records.work import EstimateWork
 from rheostat.models.text.alignment import align_completion, build_byte_decoder
 from rheostat.models.text.privileged_prompts import build_privileged_prompt
 from rheostat.models.text.tokenizer import load_tokenizer, tokenize_prompts
+from rheostat.models.text.turn_end import find_turn_end
 from rheostat.models.training.auxiliary import TeacherSequence
+from rheostat.models.vision.processor import VisionProcessor, load_processor
 from rheostat.models.workers.prompt_chats import read_chats
 
 
@@ -69,11 +71,13 @@ class TeacherInputs:
         chosen = {row: row for row in rows}
         if SOLUTION in teacher.fields:
             chosen = choose_solutions(rollouts, rows, self._read_rewards(), min_reward=teacher.min_reward)
-        texts = {row: tokenizer.decode(inputs[row].completion, skip_special_tokens=True) for row in {*chosen.values()}}
+        rows_read = sorted({*chosen.values()})
+        completions = decode_texts(tokenizer, [inputs[row].completion.tolist() for row in rows_read])
+        texts = dict(zip(rows_read, completions, strict=True))
         solutions = texts if SOLUTION in teacher.fields else dict.fromkeys(texts, "")
         prompt_rows = rollouts["prompt_row"].to_pylist()
         needed = sorted({(prompt_rows[row], solutions[solution]) for row, solution in chosen.items()})
-        prompts = self._tokenize(needed, tokenizer, teacher)
+        prompts = self._tokenize(needed, tokenizer, load_processor(directory), teacher)
         sequences = dict[int, TeacherSequence]()
         for row, solution in chosen.items():
             prompt = prompts[prompt_rows[row], solutions[solution]]
@@ -98,12 +102,16 @@ class TeacherInputs:
             teacher=tokenizer,
             ends=frozenset({int(own.eos_token_id), *stated_ends(generation_settings(policy))}),
         )
-        prompt_rows = rollouts["prompt_row"].to_pylist()
-        prompts = self._tokenize([(row, "") for row in sorted({prompt_rows[row] for row in rows})], tokenizer)
+        eos, stated = int(tokenizer.eos_token_id), stated_ends(generation_settings(directory))
+        turn_end = find_turn_end(tokenizer, stated={eos, *stated})
+        prompt_rows, chats = rollouts["prompt_row"].to_pylist(), self._read_chats()
+        needed = [(row, "") for row in sorted({prompt_rows[row] for row in rows})]
+        prompts = self._tokenize(needed, tokenizer, load_processor(directory))
         sequences = dict[int, TeacherSequence]()
         for row in rows:
             prompt, completion = prompts[prompt_rows[row], ""], inputs[row].completion.tolist()
-            aligned = align(completion, max_tokens=context - len(prompt))
+            end = turn_end.token if turn_end is not None and chats[prompt_rows[row]][0] else eos
+            aligned = align(completion, teacher_end=end, max_tokens=context - len(prompt))
             prompt = ModelInput.from_prompt(prompt.tokens[:context])
             sequences[row] = TeacherSequence(prompt.append_completion(aligned.tokens), aligned.spans)
             aligned_tokens = sum(each.stop - each.start for each, _ in aligned.spans)
@@ -114,14 +122,17 @@ class TeacherInputs:
         self,
         needed: Sequence[tuple[int, str]],
         tokenizer: PreTrainedTokenizerFast,
+        processor: VisionProcessor | None,
         teacher: TeacherPolicy | None = None,
     ) -> dict[tuple[int, str], ModelInput]:
-        """Return the prompts of a teacher by prompt row and solution."""
+        """Return the prompts of a teacher by prompt row and solution. `processor` renders chats for models that also
+        read images."""
         built = self._build_prompts(teacher, needed)
         tokenized = tokenize_prompts(
             [prompt for prompt, _ in built],
             tokenizer,
             sources=[f"prompt row {row}" for row, _ in needed],
+            processor=processor,
             arguments=[arguments for _, arguments in built],
             rules=self._work.text_rules,
         )
@@ -132,9 +143,7 @@ class TeacherInputs:
     ) -> list[tuple[Prompt, TemplateArguments]]:
         """Return the prompts with the arguments of the chat template, given prompt rows and solutions. Without a
         teacher of kind "policy", they are the prompts of the problems."""
-        if self._work.prompts is None:
-            raise BadInput(f"iteration {self._work.iteration}: the work unit must name the prompts, but it does not")
-        table, chats = read_shard(self._store, self._work.prompts), read_chats(self._store, self._work.prompts)
+        table, chats = read_shard(self._store, self._require_prompts()), self._read_chats()
         built: list[tuple[Prompt, TemplateArguments]] = []
         for row, solution in needed:
             messages, arguments = chats[row]
@@ -150,6 +159,17 @@ class TeacherInputs:
                 )
             built.append((prompt, arguments))
         return built
+
+    def _require_prompts(self) -> ShardRef:
+        """Return the shard of the prompts. Raises BadInput if the work unit does not name it."""
+        if self._work.prompts is None:
+            raise BadInput(f"iteration {self._work.iteration}: the work unit must name the prompts, but it does not")
+        return self._work.prompts
+
+    def _read_chats(self) -> list[tuple[tuple[Message, ...], TemplateArguments]]:
+        """Return the messages and the arguments of the chat template of each prompt. A prompt of plain text has no
+        messages."""
+        return read_chats(self._store, self._require_prompts())
 
     def _read_rewards(self) -> dict[tuple[int, int], float]:
         """Return the total reward of each completion by prompt row and sample. Missing rewards are NaN."""

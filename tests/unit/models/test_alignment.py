@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.gold.gold_trainer import ULDLoss
 
@@ -24,26 +24,32 @@ def small_tokenizer(vocab_size: int, texts=TEXTS) -> PreTrainedTokenizerFast:
 FINE, COARSE = small_tokenizer(262), small_tokenizer(330)
 
 
-def sentence_pieces(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer like those of SentencePiece: spaces are written as ▁, and unknown characters as bytes."""
+def sentence_pieces(merges: list[tuple[str, str]], *, prepends: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer like those of SentencePiece: spaces are written as ▁, and unknown characters as bytes. With
+    `prepends`, a space is put before every text, also before one that begins with a space."""
     characters = sorted({*"▁abcdehnostu"})
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, *map("".join, merges)]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    if prepends:
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
-def align(completion, policy, teacher, *, ends=frozenset(), max_tokens=1000):
+def align(completion, policy, teacher, *, ends=frozenset(), teacher_end=None, max_tokens=1000):
     return align_completion(
         completion,
         policy_bytes=build_byte_decoder(policy, where="the policy"),
         teacher_bytes=build_byte_decoder(teacher, where="the teacher"),
         teacher=teacher,
         ends=ends,
+        teacher_end=teacher.eos_token_id if teacher_end is None else teacher_end,
         max_tokens=max_tokens,
     )
 
@@ -157,6 +163,36 @@ def test_spaces_and_bytes_of_sentence_pieces_are_aligned():
         "▁the", "▁t", "e", "a", "▁", "<0xE2>", "<0x98>", "<0x95>",
     ]  # fmt: skip
     assert sum(own.stop - own.start for own, _ in aligned.spans) == len(completion)
+
+
+@pytest.mark.parametrize("text", ["the tea", " the tea", "  the tea", " "])
+@pytest.mark.parametrize("prepends", [False, True])
+def test_spaces_at_the_beginning_are_aligned(text, prepends):
+    teacher = sentence_pieces([("▁", "t"), ("h", "e"), ("▁t", "he")], prepends=prepends)
+    completion = [*FINE(text).input_ids, FINE.eos_token_id]
+    aligned = align(completion, FINE, teacher, ends=frozenset({FINE.eos_token_id}))
+    assert sum(own.stop - own.start for own, _ in aligned.spans) == len(completion)
+
+
+def test_added_tokens_of_sentence_pieces_are_read_as_spaces():
+    teacher = sentence_pieces([("h", "e")])
+    teacher.add_tokens([AddedToken("▁▁", normalized=False)])
+    read = build_byte_decoder(teacher, where="the teacher")
+    assert read(teacher.convert_tokens_to_ids("▁▁")) == b"  "
+
+
+def test_the_end_is_compared_with_the_token_that_ends_a_turn_of_the_teacher():
+    completion = [*FINE("the cat").input_ids, FINE.eos_token_id]
+    aligned = align(completion, FINE, COARSE, ends=frozenset({FINE.eos_token_id}), teacher_end=7)
+    assert aligned.tokens[-1] == 7
+
+
+def test_the_end_has_no_signal_after_a_difference_of_the_texts():
+    teacher = sentence_pieces([])
+    teacher.backend_tokenizer.normalizer = normalizers.NFC()
+    completion = [*FINE("the e\u0301t").input_ids, FINE.eos_token_id]
+    aligned = align(completion, FINE, teacher, ends=frozenset({FINE.eos_token_id}))
+    assert aligned.spans[-1][0].stop == len(FINE("the ").input_ids)
 
 
 def test_a_completion_that_is_too_long_for_the_teacher_is_compared_up_to_the_cut():
