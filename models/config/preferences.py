@@ -7,12 +7,10 @@ from pydantic import Field
 
 from rheostat.infra.config import Positive, Since
 from rheostat.infra.renamed import RenamedValue
-from rheostat.infra.store.inputs import DataLocation
 from rheostat.infra.variants import Variant
-from rheostat.models.config.chat_files import ChatFile
 from rheostat.models.config.data import DataSource
-from rheostat.models.config.file_rules import DropReason, FileRules
-from rheostat.models.config.hub_datasets import HubDatasetChoice
+from rheostat.models.config.example_files import ExampleFile
+from rheostat.models.config.file_rules import DropReason
 from rheostat.models.config.training import DpoConfig
 
 
@@ -63,18 +61,10 @@ class AnswerPreferences(Preferences):
             )
 
 
-class PreferenceFile(HubDatasetChoice, ChatFile, FileRules, Preferences):
+class PreferenceFile(ExampleFile, Preferences):
     """Fields common to the sources that read preferences from a file or from a folder of files."""
 
-    path: DataLocation
-    """File or folder of training data, on this machine or at s3://bucket/name, in a format that `[data]` reads. Or the
-    name of a dataset on the Hugging Face Hub."""
-    heldout_path: DataLocation | None = None
-    """File or folder of evaluation data. If not set, `heldout_fraction` of the training data is kept."""
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the rows kept for evaluation if there is no second file. A hash of the prompt selects the rows."""
-    template: str = "{prompt}"
-    """Template into which a plain-text prompt is inserted; `{prompt}` is replaced by the text of the column."""
+    table = "preferences"
 
 
 class FilePreferences(PreferenceFile):

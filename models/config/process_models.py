@@ -2,29 +2,22 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rheostat.infra.config import Positive
-from rheostat.infra.store.inputs import DataLocation, ModelLocation
-from rheostat.models.config.chat_files import ChatFile
-from rheostat.models.config.file_rules import FileRules
-from rheostat.models.config.hub_datasets import HubDatasetChoice
+from rheostat.infra.store.inputs import ModelLocation
+from rheostat.models.config.example_files import ExampleFile
 from rheostat.models.config.reward_terms import BlankLines, Granularity, ProbabilityAggregation, Segmentation
 from rheostat.models.config.served_models import HostedModelReward, ServedModel
 
 
-class StepLabelFile(HubDatasetChoice, ChatFile, FileRules):
+class StepLabelFile(ExampleFile):
     """File or folder of solutions that are divided into steps, with one label for each step. The default columns are
     those of TRL's datasets for stepwise supervision."""
 
-    path: DataLocation
-    """File or folder of labeled solutions for training, on this machine or at s3://bucket/name, in a format that
-    `[data]` reads and that can contain lists. Or the name of a dataset on the Hugging Face Hub."""
-    heldout_path: DataLocation | None = None
-    """File or folder of labeled solutions for evaluation. If not set, `heldout_fraction` of the training rows is
-    kept."""
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of rows kept for evaluation if there is no second file. A hash of the prompt selects the rows."""
+    table = "labels"
+    noun = "row with labeled steps"
+
     steps_column: str = "completions"
     """Column with the steps of a solution: a list of texts without the text between the steps."""
     labels_column: str = "labels"
@@ -33,18 +26,6 @@ class StepLabelFile(HubDatasetChoice, ChatFile, FileRules):
     drop: tuple[Literal["empty", "too_long"], ...] = ()
     """Kinds of rows that are left out instead of refusing the file: "empty" (a blank or missing prompt or step, or no
     step) and "too_long" (more tokens than the model's context)."""
-    template: str = "{prompt}"
-    """Template into which a plain-text prompt is inserted; `{prompt}` is replaced by the text of the column."""
-
-    @field_validator("template")
-    @classmethod
-    def _require_prompt(cls, template: str) -> str:
-        if "{prompt}" not in template:
-            raise ValueError(
-                f"the template {template!r} does not contain {{prompt}}, so all prompts would be the same. Add "
-                "{prompt} to the template"
-            )
-        return template
 
 
 class ProcessModel(ServedModel):

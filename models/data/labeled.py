@@ -1,16 +1,16 @@
 """Single completions with labels (desirable or undesirable), read from files."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from rheostat.infra.errors import BadInput
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.preferences import LabeledPreferences
-from rheostat.models.data.dropping import RowErrors, describe_empty_file
 from rheostat.models.data.messages import omit_nulls
-from rheostat.models.data.preferences import Preference, read_completion, read_split, read_text_prompt
+from rheostat.models.data.preferences import Preference, read_completion
+from rheostat.models.data.prompted_examples import Row, read_examples, read_split, read_text_prompt
 from rheostat.models.data.reading import ReadingReport
-from rheostat.models.data.rows import find_data_files, read_rows
 from rheostat.models.data.sharegpt import convert_turns
 
 
@@ -30,26 +30,14 @@ def report_file(config: LabeledPreferences, split: str) -> ReadingReport:
 
 def _read_and_count(path: Path, config: LabeledPreferences) -> tuple[list[Preference], Mapping[str, int]]:
     """Read all labeled completions of a file, and count the rows that are left out because of `drop`, by reason."""
-    found, input_errors = list[Preference](), RowErrors(config.drop)
-    is_table = find_data_files(path).is_table
-    columns = [config.prompt_column, config.completion_column, config.label_column, *config.required_chat_columns]
-    rows = read_rows(path, columns, input_errors, optional=config.optional_chat_columns, version=config.version)
-    for place, row in rows:
-        with input_errors.collect(place):
-            found.append(_build_preference(place, row, config, is_table=is_table))
-    input_errors.check()
-    if not found:
-        dropped = sum(input_errors.dropped.values())
-        raise describe_empty_file(path, "labeled completion", dropped=dropped, key="preferences.drop")
-    return found, input_errors.dropped
+    columns = [config.prompt_column, config.completion_column, config.label_column]
+    return read_examples(path, config, columns, partial(_build_preference, config=config), drop=config.drop)
 
 
-def _build_preference(
-    place: str, row: Mapping[str, object], config: LabeledPreferences, *, is_table: bool
-) -> Preference:
+def _build_preference(place: str, row: Row, is_table: bool, *, config: LabeledPreferences) -> Preference:
     """Return the labeled completion in a row. `place` names the row in messages. Raises BadInput if a value is
     invalid."""
-    prompt, template = read_text_prompt(place, row, config, is_table=is_table)
+    prompt, template = read_text_prompt(place, row, config, is_table=is_table, reader="preferences")
     column = config.completion_column
     if isinstance(turns := omit_nulls(row[column]), list):
         row = {**row, column: convert_turns(place, turns, column)}

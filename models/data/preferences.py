@@ -1,18 +1,19 @@
 """Preferences between two completions of a prompt, generated from problems or read from a file."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol, cast
 
-from rheostat.infra.errors import BadInput, InputErrors
+from rheostat.infra.errors import BadInput
 from rheostat.infra.variants import implementation_of
 from rheostat.models.config.data import DataConfig
 from rheostat.models.config.preferences import AnswerPreferences, FilePreferences, PreferenceFile, Preferences
 from rheostat.models.data.columns import PairColumns, find_pair_columns
-from rheostat.models.data.dropping import RowErrors, TiedRow, describe_empty_file
-from rheostat.models.data.messages import omit_nulls, read_messages, read_prompt, read_text
+from rheostat.models.data.dropping import TiedRow
+from rheostat.models.data.messages import omit_nulls, read_messages, read_text
 from rheostat.models.data.pairs import CHOSEN_SCORE, MARGIN, REJECTED_SCORE, convert_pair
 from rheostat.models.data.problems import (
     NO_ARGUMENTS,
@@ -20,21 +21,16 @@ from rheostat.models.data.problems import (
     Problem,
     Prompt,
     TemplateArguments,
-    count_image_places,
-    fill_prompt,
-    identity,
-    is_heldout,
     load_problems,
-    split_key,
 )
+from rheostat.models.data.prompted_examples import PromptedExample, Row, read_examples, read_split, read_text_prompt
 from rheostat.models.data.reading import ReadingReport
 from rheostat.models.data.right_and_wrong import wrong_completion
-from rheostat.models.data.rows import find_data_files, read_rows
 from rheostat.models.data.shapes import SCORES
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
+class Preference(PromptedExample):
     """Better and worse completion of the same prompt (a pair), or a single completion with a label."""
 
     source: str
@@ -58,16 +54,6 @@ class Preference:
         fields than the text, its message."""
         both = (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
         return both if self.label is None else both[:1] if self.label else both[1:]
-
-    def identity(self, version: int) -> str:
-        """Return the text that identifies the prompt when pairs are compared. `version` is the version of the rules for
-        reading files."""
-        return identity(self.prompt, tools=self.template.tools, version=version)
-
-    def split_key(self, version: int) -> str:
-        """Return the text whose hash decides whether the pair is held out. `version` is the version of the rules for
-        reading files."""
-        return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
 class PreferenceSource(Protocol):
@@ -118,36 +104,6 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
     return read_split(config, split, lambda path: _read_and_count(path, config)[0])
 
 
-def read_split(config: PreferenceFile, split: str, read: Callable[[Path], Sequence[Preference]]) -> list[Preference]:
-    """Return the preferences of a split ("train" or "heldout") in file order. `read` returns all preferences of a file,
-    before the template is applied.
-
-    Raises BadInput if the split is empty or a held-out prompt is also a training prompt.
-    """
-    if "{prompt}" not in config.template:
-        raise BadInput(
-            f"preferences.template is {config.template!r}, which does not contain {{prompt}}, so all prompts would be "
-            "the same. Add {prompt} to the template."
-        )
-    if config.heldout_path is not None:
-        pairs = [*read(config.path if split == "train" else config.heldout_path)]
-        if split == "heldout":
-            _require_new_prompts(pairs, read(config.path), config)
-    else:
-        in_heldout = split == "heldout"
-        pairs = [
-            pair
-            for pair in read(config.path)
-            if is_heldout(pair.split_key(config.version), config.heldout_fraction) == in_heldout
-        ]
-    if not pairs:
-        raise BadInput(
-            f"{config.path}: preferences.heldout_fraction is {config.heldout_fraction}, which leaves no {split} "
-            f"{config.noun}. Add rows with other prompts, change the fraction, or set preferences.heldout_path."
-        )
-    return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
-
-
 def report_file(config: FilePreferences, split: str) -> ReadingReport:
     """Report the shape that was recognized in the file of a split, and the number of rows that are left out because of
     `drop`."""
@@ -162,18 +118,9 @@ def report_file(config: FilePreferences, split: str) -> ReadingReport:
 def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preference], Mapping[str, int]]:
     """Read all pairs of a file, and count the rows that are left out because of `drop`, by reason."""
     found = find_pair_columns(path, config)
-    pairs, input_errors = list[Preference](), RowErrors(config.drop)
-    is_table, config = find_data_files(path).is_table, found.file
-    optional = [*config.optional_chat_columns, CHOSEN_SCORE, REJECTED_SCORE, MARGIN, SCORES]
-    rows = read_rows(path, _list_columns(found), input_errors, optional=optional, version=config.version)
-    for place, row in rows:
-        with input_errors.collect(place):
-            pairs.append(_build_pair(place, convert_pair(place, row, found), config, is_table=is_table))
-    input_errors.check()
-    if not pairs:
-        dropped = sum(input_errors.dropped.values())
-        raise describe_empty_file(path, "preference pair", dropped=dropped, key="preferences.drop")
-    return pairs, input_errors.dropped
+    optional = [CHOSEN_SCORE, REJECTED_SCORE, MARGIN, SCORES]
+    build = partial(_build_pair, found=found)
+    return read_examples(path, found.file, _list_columns(found), build, drop=config.drop, optional=optional)
 
 
 def _list_columns(columns: PairColumns) -> list[str]:
@@ -181,12 +128,13 @@ def _list_columns(columns: PairColumns) -> list[str]:
     config = columns.file
     prompts = [config.prompt_column] if columns.has_prompts else []
     pairs = [columns.completions_column] if columns.form == "ranked" else [config.chosen_column, config.rejected_column]
-    return [*prompts, *pairs, *config.required_chat_columns]
+    return [*prompts, *pairs]
 
 
-def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
+def _build_pair(place: str, original: Row, is_table: bool, *, found: PairColumns) -> Preference:
     """Return the preference pair in a row. `place` names the row in messages. Raises BadInput if a value is invalid."""
-    prompt, template = read_text_prompt(place, row, config, is_table=is_table)
+    row, config = convert_pair(place, original, found), found.file
+    prompt, template = read_text_prompt(place, row, config, is_table=is_table, reader="preferences")
     (chosen, chosen_message), (rejected, rejected_message) = (
         read_completion(place, row, column, prompt=prompt, config=config)
         for column in (config.chosen_column, config.rejected_column)
@@ -198,20 +146,6 @@ def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, 
             "Remove the row."
         )
     return Preference(place, prompt, chosen, rejected, template, chosen_message, rejected_message)
-
-
-def read_text_prompt(
-    place: str, row: Mapping[str, object], config: PreferenceFile, *, is_table: bool
-) -> tuple[Prompt, TemplateArguments]:
-    """Return the prompt in a row of preferences and the arguments of its chat template. `place` names the row in
-    messages. Raises BadInput if the prompt is invalid or contains an image."""
-    prompt, template = read_prompt(place, row, config, is_table=is_table)
-    if count_image_places(prompt):
-        raise BadInput(
-            f"{place}: {config.prompt_column}: preferences support text only, but the prompt contains an image. "
-            "Remove the images, or the row."
-        )
-    return prompt, template
 
 
 def read_completion(
@@ -257,16 +191,3 @@ def _read_message(
     if turn.fields or turn.name:
         return turn.text, turn
     return read_text(place, turn.text, column), None
-
-
-def _require_new_prompts(heldout: Sequence[Preference], train: Sequence[Preference], config: PreferenceFile) -> None:
-    """Raise BadInput if a held-out prompt is also the prompt of a training preference."""
-    training_prompts, input_errors = {each.identity(config.version) for each in train}, InputErrors()
-    for pair in heldout:
-        with input_errors.collect(pair.source):
-            if pair.identity(config.version) in training_prompts:
-                raise BadInput(
-                    f"{pair.source}: this held-out prompt is also the prompt of a training {config.noun}, so the "
-                    "held-out accuracy would not measure unseen prompts. Remove one of the two rows."
-                )
-    input_errors.check()
