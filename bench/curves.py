@@ -101,6 +101,19 @@ def measure() -> Iterator[Table]:
     yield pairs_table(curves[GRPO], curves[CAPO])
 
 
+def train_curves(recipes: Mapping[str, Recipe], plot: Path) -> dict[str, list[Curve]]:
+    """Train every recipe on three seeds from the warmed-up policy, plot the learning curves in the file `plot`, and
+    return them by recipe."""
+    curves: dict[str, list[Curve]] = {name: [] for name in recipes}
+    for seed in SEEDS:
+        with prepare_policy(seed) as start:
+            for name, recipe in recipes.items():
+                curves[name].append(train_curve(start, seed, recipe, teacher=start))
+                sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
+    draw(curves, plot)
+    return curves
+
+
 @contextmanager
 def prepare_policy(seed: int, *overrides: str):
     """Warm up the demo's policy by supervised training, and yield the policy's directory for the block.

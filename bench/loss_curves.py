@@ -1,11 +1,10 @@
 """Learning curves of GRPO with other losses, regularizers and choices of prompts on the demo's problems, with the same
 start and budget on three seeds."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bench.curves import SEEDS, Curve, Recipe, draw, prepare_policy, table, train_curve
+from bench.curves import SEEDS, Recipe, table, train_curves
 from bench.tables import Table
 
 PLOT = Path(__file__).parents[1] / "docs" / "losses.png"
@@ -32,11 +31,4 @@ RECIPES: Mapping[str, Recipe] = {
 
 def measure() -> Iterator[Table]:
     """Train every recipe on every seed, plot the learning curves in docs/losses.png, and yield a table of them."""
-    curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
-    for seed in SEEDS:
-        with prepare_policy(seed) as start:
-            for name, recipe in RECIPES.items():
-                curves[name].append(train_curve(start, seed, recipe, teacher=start))
-                sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
-    draw(curves, PLOT)
-    yield table(f"Losses and regularizers on the demo's problems, {len(SEEDS)} seeds", curves)
+    yield table(f"Losses and regularizers on the demo's problems, {len(SEEDS)} seeds", train_curves(RECIPES, PLOT))

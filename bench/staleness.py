@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from bench.curves import SEEDS, Curve, Recipe, draw, prepare_policy, table, train_curve
+from bench.curves import SEEDS, Recipe, table, train_curves
 from bench.cycles import Cycle, read_cycles
 from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
@@ -54,14 +54,7 @@ def measure() -> Iterator[Table]:
     curves are plotted in docs/staleness.png.
     """
     yield gain()
-    curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
-    for seed in SEEDS:
-        with prepare_policy(seed) as start:
-            for name, recipe in RECIPES.items():
-                curves[name].append(train_curve(start, seed, recipe, teacher=start))
-                sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
-    draw(curves, PLOT)
-    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", curves)
+    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", train_curves(RECIPES, PLOT))
 
 
 def gain() -> Table:

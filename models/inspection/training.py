@@ -85,9 +85,9 @@ def check_critic(algorithm: Algorithm, facts: InputFacts, where: str) -> CheckRe
 
 
 def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResult | None:
-    """Check that the teacher can score the policy's tokens, and return its size. If an earlier teacher is larger,
-    return the size of that one, because a rank has one teacher in memory at a time. A teacher that is the policy itself
-    has a check of its own."""
+    """Check that the teacher can score the policy's tokens, and return the size of the largest teacher so far, because
+    a rank has only one teacher in memory at a time. Return None for a teacher that is the policy itself, which is
+    checked elsewhere."""
     if teacher.privileged is not None:
         return None
     from rheostat.models.inspection import other_models

@@ -6,7 +6,7 @@ Shapes: N completion tokens, C completion tokens of a chunk, H hidden size, V vo
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -157,12 +157,12 @@ class LogprobHead(nn.Module):
         settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
         if with_entropy:  # needs twice as many tensors of a chunk's size
             settings = settings._replace(rows=max(1, settings.rows // 2))
-            return _apply(_ChunkedEntropies, states_NH, self.weight, self.bias, targets_N, settings)
+            return _apply(_ChunkedOutputs, states_NH, self.weight, self.bias, targets_N, settings, _ENTROPIES)
         if top is not None:
             return self._find_top(states_NH, targets_N, settings, top)
         if candidates_NK is not None:
             candidates_NS = torch.cat([targets_N[:, None], candidates_NK], dim=-1)
-            return _apply(_CandidateLogprobs, states_NH, self.weight, self.bias, candidates_NS, settings)
+            return _apply(_ChunkedOutputs, states_NH, self.weight, self.bias, candidates_NS, settings, _CANDIDATES)
         if len(states_NH) <= settings.rows:
             logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
             if self.settings.temperature != 1:
@@ -175,7 +175,7 @@ class LogprobHead(nn.Module):
             return _apply(_FrozenLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
         if loss_gradient is not None:
             return _apply(_FusedLogprobs, states_NH, self.weight, self.bias, targets_N, settings, loss_gradient)
-        return _apply(_ChunkedLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
+        return _apply(_ChunkedOutputs, states_NH, self.weight, self.bias, targets_N, settings, _LOGPROBS)
 
     @torch.no_grad()
     def _find_top(self, states_NH: Tensor, targets_N: Tensor, settings: HeadSettings, top: TopTokens) -> Tensor:
@@ -225,18 +225,52 @@ class _Gradients:
         )
 
 
+class _Outputs(NamedTuple):
+    """Function of the logits that `_ChunkedOutputs` computes for each token, and its gradient."""
+
+    compute: Callable[[HeadSettings, Tensor, Tensor], Tensor]
+    """Function that returns the outputs of a chunk, given its logits and targets."""
+    differentiate: Callable[[HeadSettings, Tensor, Tensor, Tensor], Tensor]
+    """Function that returns the gradient of the loss with respect to the head's output (C x V), given logits, targets
+    and the gradient of the loss with respect to the outputs of a chunk."""
+
+
+def _differentiate_logprobs(
+    settings: HeadSettings, logits_CV: Tensor, targets_C: Tensor, gradients_C: Tensor
+) -> Tensor:
+    return settings.compute_logit_gradients(logits_CV, targets_C, gradients_C[:, None])
+
+
+def _compute_entropies(settings: HeadSettings, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Return log-probs and entropies (C x 2)."""
+    return torch.stack([settings.logprobs(logits_CV, targets_C), settings.entropies(logits_CV)], dim=-1)
+
+
+def _differentiate_entropies(
+    settings: HeadSettings, logits_CV: Tensor, targets_C: Tensor, gradients_C2: Tensor
+) -> Tensor:
+    gradients_CV = settings.compute_logit_gradients(logits_CV, targets_C, gradients_C2[:, :1])
+    return gradients_CV.add_(settings.compute_entropy_gradients(logits_CV, gradients_C2[:, 1:]))
+
+
+_LOGPROBS: Final = _Outputs(HeadSettings.logprobs, _differentiate_logprobs)
+_ENTROPIES: Final = _Outputs(_compute_entropies, _differentiate_entropies)
+_CANDIDATES: Final = _Outputs(HeadSettings.candidate_logprobs, HeadSettings.compute_candidate_gradients)
+
+
 class _ChunkedContext(FunctionCtx):
-    """Autograd context of `_ChunkedLogprobs`, `_ChunkedEntropies` and `_CandidateLogprobs`: the tensors and settings
-    that their forward passes keep for the backward pass."""
+    """Autograd context of `_ChunkedOutputs`: the tensors and settings that its forward pass keeps for the backward
+    pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
     settings: HeadSettings
+    outputs: _Outputs
     needs_input_grad: tuple[bool, ...]
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
-    """Autograd function that computes log-probs from hidden states chunk by chunk. The backward pass computes the
-    logits again, because they are not kept."""
+class _ChunkedOutputs(torch.autograd.Function):
+    """Autograd function that computes outputs from hidden states chunk by chunk. The backward pass computes the logits
+    again, because they are not kept."""
 
     @staticmethod
     def forward(
@@ -244,98 +278,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
         states_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
-        targets_N: Tensor,
+        targets: Tensor,
         settings: HeadSettings,
+        outputs: _Outputs,
     ) -> Tensor:
-        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # None is allowed
-        ctx.settings = settings
-        parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
+        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets)  # None is allowed
+        ctx.settings, ctx.outputs = settings, outputs
+        parts = zip(torch.split(states_NH, settings.rows), torch.split(targets, settings.rows), strict=True)
         chunks = [
-            settings.logprobs(settings.logits(F.linear(states, weight_VH, bias_V)), targets)
-            for states, targets in parts
+            outputs.compute(settings, settings.logits(F.linear(states, weight_VH, bias_V)), chunk)
+            for states, chunk in parts
         ]
         return torch.cat(chunks)
 
     @staticmethod
     def backward(ctx: _ChunkedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
+        states_NH, weight_VH, bias_V, targets = ctx.saved_tensors
         gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
         for start in range(0, len(states_NH), settings.rows):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            gradient_sums.add(part, settings.compute_logit_gradients(logits, targets_N[part], gradients[0][part, None]))
-        return *gradient_sums.found(), None, None
-
-
-class _ChunkedEntropies(torch.autograd.Function):
-    """Autograd function that computes log-probs and entropies (N x 2) from hidden states chunk by chunk. The backward
-    pass computes the logits again, because they are not kept."""
-
-    @staticmethod
-    def forward(
-        ctx: _ChunkedContext,
-        states_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        settings: HeadSettings,
-    ) -> Tensor:
-        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # None is allowed
-        ctx.settings = settings
-        outputs_N2 = torch.empty(len(states_NH), 2, device=states_NH.device)
-        for start in range(0, len(states_NH), settings.rows):
-            part = slice(start, start + settings.rows)
-            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            outputs_N2[part, 0] = settings.logprobs(logits, targets_N[part])
-            outputs_N2[part, 1] = settings.entropies(logits)
-        return outputs_N2
-
-    @staticmethod
-    def backward(ctx: _ChunkedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
-        gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
-        for start in range(0, len(states_NH), settings.rows):
-            part = slice(start, start + settings.rows)
-            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            by_output_C2 = gradients[0][part]
-            total_CV = settings.compute_logit_gradients(logits, targets_N[part], by_output_C2[:, :1])
-            gradient_sums.add(part, total_CV.add_(settings.compute_entropy_gradients(logits, by_output_C2[:, 1:])))
-        return *gradient_sums.found(), None, None
-
-
-class _CandidateLogprobs(torch.autograd.Function):
-    """Autograd function like `_ChunkedLogprobs` that computes the log-probs of several candidate tokens at each
-    position."""
-
-    @staticmethod
-    def forward(
-        ctx: _ChunkedContext,
-        states_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        candidates_NS: Tensor,
-        settings: HeadSettings,
-    ) -> Tensor:
-        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), candidates_NS)  # None is allowed
-        ctx.settings = settings
-        parts = zip(torch.split(states_NH, settings.rows), torch.split(candidates_NS, settings.rows), strict=True)
-        chunks = [
-            settings.candidate_logprobs(settings.logits(F.linear(states, weight_VH, bias_V)), candidates)
-            for states, candidates in parts
-        ]
-        return torch.cat(chunks)
-
-    @staticmethod
-    def backward(ctx: _ChunkedContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states_NH, weight_VH, bias_V, candidates_NS = ctx.saved_tensors
-        gradient_sums, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
-        for start in range(0, len(states_NH), settings.rows):
-            part = slice(start, start + settings.rows)
-            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            gradient_sums.add(
-                part, settings.compute_candidate_gradients(logits, candidates_NS[part], gradients[0][part])
-            )
-        return *gradient_sums.found(), None, None
+            gradient_sums.add(part, ctx.outputs.differentiate(settings, logits, targets[part], gradients[0][part]))
+        return *gradient_sums.found(), None, None, None
 
 
 class _FusedContext(FunctionCtx):

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -42,6 +43,24 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": CONTEXT,
 }
+
+CLASSIFIERS = {
+    "llama": (LlamaConfig, {**DECODER, "max_position_embeddings": 64}),
+    "qwen3": (Qwen3Config, {**DECODER, "max_position_embeddings": 64}),
+    "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "bert": (
+        BertConfig,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "initializer_range": 0.3,  # so that the first token attends to the others
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+    ),
+}
+"""Configuration class and shape of the architectures with which reward models are tested."""
 
 LONGROPE = {
     "max_position_embeddings": CONTEXT,

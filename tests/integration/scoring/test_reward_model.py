@@ -11,10 +11,6 @@ import torch
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    Qwen3Config,
 )
 
 from rheostat.infra.errors import BadInput, Damaged
@@ -29,25 +25,9 @@ from rheostat.models.records.schemas import PROMPT_SCHEMA, TEMPLATE, VERDICT_SCH
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import JudgeWork
 from rheostat.models.workers.reward_model import RewardModelWorker
-from tests.support.policies import DECODER, small_tokenizer
+from tests.support.policies import CLASSIFIERS, small_tokenizer
 from tests.support.rollout_shards import rollout, write_rollouts
 
-SHAPES = {
-    "llama": (LlamaConfig, {**DECODER, "max_position_embeddings": 64}),
-    "qwen3": (Qwen3Config, {**DECODER, "max_position_embeddings": 64}),
-    "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "bert": (
-        BertConfig,
-        {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "initializer_range": 0.3,  # so that the first token attends to the others
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-    ),
-}
 TEXTS = [f"Ana has {n} pens, buys {n * 7} and sells {n // 2}. " * (1 + n % 2) + "#" * (n % 5) for n in range(1, 24)]
 REWARD = ModelReward(
     model=DirectoryRewardModel(path="unused"), name="liked", template="{prompt}{completion}", batch_tokens=200
@@ -58,7 +38,7 @@ def write_classifier(
     directory, architecture="llama", *, labels=1, padding_side="right", pad=True, keeps_chat_template=False
 ):
     tokenizer = small_tokenizer()
-    config, shape = SHAPES[architecture]
+    config, shape = CLASSIFIERS[architecture]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = AutoModelForSequenceClassification.from_config(

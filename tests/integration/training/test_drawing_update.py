@@ -1,48 +1,39 @@
 """An update of a text-to-image policy has the gradient of its loss, which the test computes independently."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
 from rheostat.infra.store import bundles
-from rheostat.infra.store.bundles import describe_stored_files, fetch_bundle, publish_bundle, verify_bundle
-from rheostat.infra.store.shards import write_shard
+from rheostat.infra.store.bundles import describe_stored_files, fetch_bundle, verify_bundle
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.corrections import NoCorrection
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.engines import DiffusersEngine
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy_losses import PpoClip
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
 from rheostat.models.denoising.steps import GenerationSetup, StepLogprobs
-from rheostat.models.engines.image_generation import DiffusersImageEngine
-from rheostat.models.engines.protocol import Request
-from rheostat.models.modeling import initial
 from rheostat.models.modeling.layout import lay_out
-from rheostat.models.records.media import MEDIA, Gallery, Media
+from rheostat.models.records.media import Gallery, Media
 from rheostat.models.records.model_input import ModelInput
-from rheostat.models.records.pictures import build_picture_table
-from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import UpdateWork
-from rheostat.models.text.tokenizer import load_tokenizer
-from tests.support.demos import demo_part
+from tests.support.generated_pictures import COEFFICIENT, build_update
 from tests.support.processes import preload
 from tests.support.update_workers import change, gradients, start_worker
 
 preload(__name__)
 
-PROMPTS, GROUP, LEARNT = ("red square left", "blue circle"), 3, range(1, 4)
-POLICY = demo_part("paint/scratch_diffusion:ScratchDiffusionPolicy")(layers=2, heads=2, head_size=8)
+LEARNT = range(1, 4)
 DRAWN = DenoisingConfig(steps=6, text_tokens=1)
 MOVED = (-0.5, 0.1, 0.5)
-CLIP, COEFFICIENT = 0.2, 0.1
+CLIP = 0.2
 CONFIG = UpdateConfig(
     minibatches=1,
     microbatch_tokens=2 * 16 * len(LEARNT),  # of two pictures: three passes
@@ -53,12 +44,6 @@ CONFIG = UpdateConfig(
 )
 
 
-def publish(uri: str, *, seed: int) -> ModelVersion:
-    directory = Path(uri, f"scratch-{seed}")
-    initial.write_policy(POLICY, directory, texts=PROMPTS, seed=seed)
-    return ModelVersion(version=0, weights=publish_bundle(open_store(f"{uri}/run"), directory, prefix="policies"))
-
-
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     """Run with a policy, another reference policy, and an update on pictures that the policy generated.
@@ -67,42 +52,8 @@ def drawn(tmp_path_factory):
     alternate.
     """
     uri = str(tmp_path_factory.mktemp("drawn"))
-    store, policy, reference = open_store(f"{uri}/run"), publish(uri, seed=0), publish(uri, seed=1)
-    directory = fetch_bundle(store, policy.weights)
-    engine, tokenizer = DiffusersImageEngine(DiffusersEngine()), load_tokenizer(directory)
-    engine.load(directory, policy)
-    asked = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
-    seeds = [tuple(range(GROUP * row, GROUP * row + GROUP)) for row in range(len(PROMPTS))]
-    requests = [Request(row, (each,) * GROUP, seeds[row]) for row, each in enumerate(asked)]
-    rows, pictures = [], []
-    for row, group in enumerate(engine.generate_images(requests, DRAWN, LEARNT)):
-        for sample, each in enumerate(group):
-            pictures.append((row, each.picture))
-            rows.append(
-                {
-                    "prompt_row": row,
-                    "sample": sample,
-                    "tokens": [*asked[row].prompt.tolist(), *each.tokens],
-                    "num_prompt_tokens": len(asked[row].prompt),
-                    "images": [each.picture.digest],
-                    "logprobs": (np.array(each.logprobs) + MOVED).tolist(),
-                    "advantages": [(-1) ** len(rows) * (0.5 + sample)] * len(LEARNT),
-                    "staleness": [0] * len(LEARNT),
-                }
-            )
-    samples = write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
-    media = write_shard(store, build_picture_table(pictures), kind=MEDIA, metadata={})
-    work = UpdateWork(
-        iteration=0,
-        policy=policy,
-        reference=reference,
-        samples=(samples,),
-        total_iterations=2,
-        seed=0,
-        kl_coefficient=COEFFICIENT,
-        media=(media,),
-    )
-    return uri, work, rows
+    work, rows = build_update(uri, DRAWN, LEARNT, window=LEARNT, shifts=MOVED)
+    return uri, replace(work, total_iterations=2), rows
 
 
 def loaded(uri: str, version: ModelVersion, gallery: Gallery) -> StepLogprobs:

@@ -1,19 +1,17 @@
 """An update with DiffusionNFT has the gradient of its loss, which the test computes with the model of diffusers."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
-from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
+from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.shards import write_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.denoising import DenoisingConfig, OdeSampler
 from rheostat.models.config.divergence import KlPenalty
-from rheostat.models.config.engines import DiffusersEngine
 from rheostat.models.config.lora import LoraConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy_losses import DiffusionNft
@@ -21,29 +19,23 @@ from rheostat.models.denoising.forward_process import PictureErrors
 from rheostat.models.denoising.frozen_parts import FrozenParts
 from rheostat.models.denoising.pipeline import load_denoiser
 from rheostat.models.denoising.steps import GenerationSetup
-from rheostat.models.engines.image_generation import DiffusersImageEngine
-from rheostat.models.engines.protocol import Request
-from rheostat.models.modeling import initial
 from rheostat.models.modeling.layout import lay_out
-from rheostat.models.records.media import MEDIA, Gallery, Media
+from rheostat.models.records.media import Gallery, Media
 from rheostat.models.records.model_input import ModelInput
-from rheostat.models.records.pictures import build_picture_table
 from rheostat.models.records.schemas import SAMPLE_SCHEMA
 from rheostat.models.records.versions import ModelVersion, Outcome
 from rheostat.models.records.work import UpdateWork
-from rheostat.models.text.tokenizer import load_tokenizer
-from tests.support.demos import demo_part
+from tests.support.generated_pictures import COEFFICIENT, build_update
 from tests.support.processes import preload
 from tests.support.update_workers import Job, change, gradients, run_on_ranks, start_worker
 
 preload(__name__)
 
-PROMPTS, GROUP, STEPS = ("red square left", "blue circle"), 3, 4
+STEPS = 4
 LEVELS = [*range(STEPS - 1)]
 """Denoising steps at whose noise level pictures are trained. The level of the last step is 0.001."""
-POLICY = demo_part("paint/scratch_diffusion:ScratchDiffusionPolicy")(layers=2, heads=2, head_size=8)
 DENOISING = DenoisingConfig(steps=STEPS, sampler=OdeSampler(), text_tokens=1)
-CLIP, BETA, COEFFICIENT = 1.5, 0.5, 0.1
+CLIP, BETA = 1.5, 0.5
 CONFIG = UpdateConfig(
     minibatches=1,
     microbatch_tokens=2 * 16 * len(LEVELS),  # two pictures: three micro-batches
@@ -53,12 +45,6 @@ CONFIG = UpdateConfig(
 )
 
 
-def publish(uri: str, *, seed: int) -> ModelVersion:
-    directory = Path(uri, f"scratch-{seed}")
-    initial.write_policy(POLICY, directory, texts=PROMPTS, seed=seed)
-    return ModelVersion(version=0, weights=publish_bundle(open_store(f"{uri}/run"), directory, prefix="policies"))
-
-
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
     """Run with a policy, another reference policy, and an update on pictures that the policy generated.
@@ -66,42 +52,7 @@ def generated(tmp_path_factory):
     The advantages have both signs and are beyond the clip and within it.
     """
     uri = str(tmp_path_factory.mktemp("generated"))
-    store, policy, reference = open_store(f"{uri}/run"), publish(uri, seed=0), publish(uri, seed=1)
-    directory = fetch_bundle(store, policy.weights)
-    engine, tokenizer = DiffusersImageEngine(DiffusersEngine()), load_tokenizer(directory)
-    engine.load(directory, policy)
-    prompts = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
-    seeds = [tuple(range(GROUP * row, GROUP * row + GROUP)) for row in range(len(PROMPTS))]
-    requests = [Request(row, (each,) * GROUP, seeds[row]) for row, each in enumerate(prompts)]
-    rows, pictures = [], []
-    for row, group in enumerate(engine.generate_images(requests, DENOISING, None)):
-        for sample, each in enumerate(group):
-            pictures.append((row, each.picture))
-            rows.append(
-                {
-                    "prompt_row": row,
-                    "sample": sample,
-                    "tokens": [*prompts[row].prompt.tolist(), *each.tokens],
-                    "num_prompt_tokens": len(prompts[row].prompt),
-                    "images": [each.picture.digest],
-                    "logprobs": each.logprobs,
-                    "advantages": [(-1) ** len(rows) * (0.5 + sample)] * len(LEVELS),
-                    "staleness": [0] * len(LEVELS),
-                }
-            )
-    samples = write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
-    media = write_shard(store, build_picture_table(pictures), kind=MEDIA, metadata={})
-    work = UpdateWork(
-        iteration=0,
-        policy=policy,
-        reference=reference,
-        samples=(samples,),
-        total_iterations=1,
-        seed=0,
-        kl_coefficient=COEFFICIENT,
-        media=(media,),
-    )
-    return uri, work, rows
+    return uri, *build_update(uri, DENOISING, LEVELS, window=None)
 
 
 def update(uri: str, work: UpdateWork, config: UpdateConfig = CONFIG) -> Outcome:

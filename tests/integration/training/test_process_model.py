@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, BertConfig, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rheostat.infra.errors import BadInput, Quarantined
 from rheostat.infra.store.bundles import fetch_bundle, publish_bundle
@@ -39,7 +39,7 @@ from rheostat.models.text.tokenizer import load_tokenizer
 from rheostat.models.workers.reward_model import RewardModelWorker
 from rheostat.models.workers.scoring import ScoringWorker
 from tests.support import update_workers
-from tests.support.policies import DECODER, small_tokenizer
+from tests.support.policies import CLASSIFIERS, small_tokenizer
 from tests.support.processes import preload
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.step_labels import write_solutions
@@ -173,30 +173,14 @@ def test_training_that_diverges_is_quarantined(uri, process_work):
 
 
 # ---- scores
-SHAPES = {
-    "llama": (LlamaConfig, {**DECODER, "max_position_embeddings": 64}),
-    "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "bert": (
-        BertConfig,
-        {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-    ),
-}
-
-
 def write_classifier(directory, architecture: str = "llama", *, labels: int = 2):
-    """Write a random token classifier, as TRL's PRMTrainer saves it."""
-    tokenizer, (config, shape) = small_tokenizer(), SHAPES[architecture]
+    """Write a random token classifier, as TRL's former PRMTrainer saved it."""
+    tokenizer, (config, shape) = small_tokenizer(), CLASSIFIERS[architecture]
     torch.manual_seed(7)
     model = AutoModelForTokenClassification.from_config(
         config(**shape, vocab_size=len(tokenizer), num_labels=labels, pad_token_id=tokenizer.pad_token_id)
     )
-    torch.nn.init.normal_(model.score.weight if architecture == "llama" else model.classifier.weight)
+    torch.nn.init.normal_((model.score if hasattr(model, "score") else model.classifier).weight)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
@@ -225,7 +209,7 @@ def judge(root: str, model: ModelVersion, rollouts, reward: ProcessModelReward =
     return worker.judge(JudgeWork(1, rollouts, model=model, seed=0))
 
 
-@pytest.mark.parametrize("architecture", SHAPES)
+@pytest.mark.parametrize("architecture", CLASSIFIERS)
 def test_scores_of_steps_equal_those_of_a_token_classifier_in_plain_transformers(tmp_path, architecture):
     directory, store = write_classifier(tmp_path / "model", architecture), open_store(f"{tmp_path}/run")
     assert check_process_model(directory) > 0
