@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from rheostat.infra.store.inputs import DataLocation
 from rheostat.models.config.chat_files import ChatFile
-from rheostat.models.config.file_rules import FileRules
+from rheostat.models.config.file_rules import DropReason, FileRules
 from rheostat.models.config.hub_datasets import HubDatasetChoice
 
 
@@ -18,6 +18,8 @@ class ExampleFile(HubDatasetChoice, ChatFile, FileRules):
     noun: ClassVar[str]
     """Singular noun for one example in messages."""
 
+    drop: tuple[DropReason, ...] = ()
+    """Kinds of rows that are left out instead of refusing the file."""
     path: DataLocation
     """File or folder of training data, on this machine or at s3://bucket/name, in a format that `[data]` reads. Or the
     name of a dataset on the Hugging Face Hub."""

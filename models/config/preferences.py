@@ -66,6 +66,11 @@ class PreferenceFile(ExampleFile, Preferences):
 
     table = "preferences"
 
+    @property
+    def drops_long_pairs(self) -> bool:
+        """Whether rows that are longer than the model's context are left out, because `drop` contains "too_long"."""
+        return "too_long" in self.drop
+
 
 class FilePreferences(PreferenceFile):
     """Preference pairs read from a file or from a folder of files."""
@@ -85,11 +90,6 @@ class FilePreferences(PreferenceFile):
     message or completion), "too_long" (more tokens than the model's context), and "mismatched" (two completions of
     different prompts)."""
 
-    @property
-    def drops_long_pairs(self) -> bool:
-        """Whether pairs that are longer than the model's context are left out, because `drop` contains "too_long"."""
-        return "too_long" in self.drop
-
 
 class LabeledPreferences(PreferenceFile):
     """Single completions that are labeled as desirable or undesirable, read from a file or from a folder of files. Only
@@ -107,11 +107,6 @@ class LabeledPreferences(PreferenceFile):
     drop: tuple[Literal["empty", "too_long"], ...] = ()
     """Kinds of rows that are left out and counted, instead of refusing the file: "empty" (a blank or missing prompt,
     message or completion) and "too_long" (more tokens than the model's context)."""
-
-    @property
-    def drops_long_pairs(self) -> bool:
-        """Whether rows that are longer than the model's context are left out, because `drop` contains "too_long"."""
-        return "too_long" in self.drop
 
     def find_training_conflicts(self, dpo: DpoConfig | None, reward_models: Sequence[str]) -> Iterator[str]:
         """Yield one message for each training that needs pairs: a loss of `[dpo]` that compares two completions, and

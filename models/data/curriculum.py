@@ -117,10 +117,11 @@ class PromptOrder:
             return (cursor.position,)
         return cursor.drawn or _count_drawn(cursor.position, weights=[part.weight for part in parts], seed=self.seed)
 
-    def candidates_from(self, cursor: Cursor) -> Iterator[CandidateRows]:
-        """Yield the candidate rows of each position of the stream after the cursor."""
+    def candidates_from(self, cursor: Cursor, drawn: Sequence[int]) -> Iterator[CandidateRows]:
+        """Yield the candidate rows of each position of the stream after the cursor. `drawn` is the result of
+        `drawn_before`."""
         width = 1 if self.choice is None else self.choice.candidates
-        parts, drawn = self._parts_with_rows, self.drawn_before(cursor)
+        parts = self._parts_with_rows
         if len(parts) < 2:
             yield from _candidates(0, cursor.position, num_prompts=self.num_prompts, seed=self.seed, width=width)
             return
@@ -167,7 +168,8 @@ def take_rows(
             rows[row] = None
         else:
             waiting.append(row)
-    position, drawn, stream = cursor.position, [*order.drawn_before(cursor)], order.candidates_from(cursor)
+    position, drawn = cursor.position, [*order.drawn_before(cursor)]
+    stream = order.candidates_from(cursor, tuple(drawn))
     while len(rows) < count:
         part, place, candidates = next(stream)
         position += 1

@@ -33,9 +33,11 @@ class PictureErrors(StepModule):
         if not count:
             return super().prepare_inputs(batch, device)
         pictures, noises = [], []
+        rows = {*batch.rows_N.tolist()}
+        states = {row: self.pictures.states(batch.inputs[row].images[-1], steps=0)[0] for row in rows}
         for row, step in zip(batch.rows_N.tolist(), batch.targets_N.tolist(), strict=True):
             digest = batch.inputs[row].images[-1]
-            pictures.append(self.pictures.states(digest, steps=0)[0])
+            pictures.append(states[row])
             rng = np.random.Generator(np.random.Philox(derive_seed("forward process", digest, step)))
             noises.append(rng.standard_normal(pictures[-1].size, dtype=np.float32))
         clean_ND, noise_ND = (torch.from_numpy(np.stack(part)).to(device) for part in (pictures, noises))

@@ -32,7 +32,11 @@ def check_algorithm(algorithm: Algorithm, facts: InputFacts, where: str) -> None
 
 def check_loss(loss: PolicyLoss, facts: InputFacts, where: str) -> None:
     """Raise BadInput if the function of a user's loss cannot be imported or called. Importing our own takes seconds."""
-    if not loss.ships_with("models"):
+    if loss.ships_with("models"):
+        return
+    if loss.uses_forward_process:
+        check_implementation(loss, "errors_ND", "old_ND", where=where, named=("advantages_N", "config"))
+    else:
         check_implementation(loss, *LOSS, where=where, named=LOSS_NAMED)
 
 

@@ -115,6 +115,16 @@ def find_correct(samples: TrainingSamples, min_reward: float) -> Mask:
     return correct_K
 
 
+def require_top_tokens(samples: TrainingSamples) -> None:
+    """Raise BadInput if the teacher's most probable tokens are not stored with the samples."""
+    if samples.table.num_rows and TOP_IDS not in samples.table.column_names:
+        raise BadInput(
+            "algorithm.distillation.top_k needs the teacher's most probable tokens, but the training samples of this "
+            "iteration were computed without this setting. Remove the setting for this iteration, or compute the "
+            "samples again"
+        )
+
+
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
     """Return two metrics: the share of trained tokens that an earlier policy generated, and the share that is more than
     `max_staleness` versions old."""

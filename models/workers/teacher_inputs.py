@@ -69,12 +69,12 @@ class TeacherInputs:
         directory = fetch_bundle(self._store, self._work.policy.weights)
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
         chosen = {row: row for row in rows}
+        solutions = dict.fromkeys(rows, "")
         if SOLUTION in teacher.fields:
             chosen = choose_solutions(rollouts, rows, self._read_rewards(), min_reward=teacher.min_reward)
-        rows_read = sorted({*chosen.values()})
-        completions = decode_texts(tokenizer, [inputs[row].completion.tolist() for row in rows_read])
-        texts = dict(zip(rows_read, completions, strict=True))
-        solutions = texts if SOLUTION in teacher.fields else dict.fromkeys(texts, "")
+            rows_read = sorted({*chosen.values()})
+            texts = decode_texts(tokenizer, [inputs[row].completion.tolist() for row in rows_read])
+            solutions = dict(zip(rows_read, texts, strict=True))
         prompt_rows = rollouts["prompt_row"].to_pylist()
         needed = sorted({(prompt_rows[row], solutions[solution]) for row, solution in chosen.items()})
         prompts = self._tokenize(needed, tokenizer, load_processor(directory), teacher)

@@ -36,7 +36,7 @@ from rheostat.models.training.forward_steps import forward_metrics, take_forward
 from rheostat.models.training.publishing import Put, make_version_durable
 from rheostat.models.training.ranks import join_ranks
 from rheostat.models.training.repeats import Repeater
-from rheostat.models.training.samples import TrainingSamples, open_samples
+from rheostat.models.training.samples import TrainingSamples, open_samples, require_top_tokens
 from rheostat.models.training.step_plans import StepBatches, plan_critic_steps, plan_policy_steps
 from rheostat.models.training.trainer import Trainer
 from rheostat.models.training.update_steps import (
@@ -152,6 +152,8 @@ class UpdateWorker:
         self._repeated = {}
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
+        if self._top_k:
+            require_top_tokens(samples)
         steps = self._steps(work, samples)
         policy_steps_taken, value_steps_taken, finite = None, None, True
         if steps:

@@ -329,7 +329,7 @@ def parse_config(document: Mapping[str, object], *, source: str, recorded: bool 
     document has no `retention`, so `retention.keep_last` is set to the minimum that `rollout.staleness` needs.
     """
     rollout = document.get("rollout")
-    if recorded and isinstance(rollout, dict) and (stale := rollout.get("staleness")):
+    if recorded and isinstance(rollout, dict) and isinstance(stale := rollout.get("staleness"), int) and stale:
         retention = document.get("retention", {})
         if isinstance(retention, dict):
             document = {**document, "retention": {"keep_last": stale + 2, **retention}}

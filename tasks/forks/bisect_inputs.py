@@ -176,7 +176,13 @@ def check_good_python(python: Path, good: Run, *configs: RunConfig) -> None:
             f"--good-python: {python} cannot import Rheostat ({reason}). Install Rheostat {rheostat_version()} in its "
             "environment."
         )
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise BadInput(
+            f"--good-python: {python} prints no versions, so it is not a Python interpreter. Name the interpreter "
+            "of an environment, such as ../before-env/bin/python."
+        ) from None
     expected["rheostat"] = rheostat_version()
     differing = [
         f"{name} must be {version}, but is {found[name]}"

@@ -3,7 +3,7 @@ or the policy of the last reset. It depends only on stored results, so a resumed
 
 from collections.abc import Mapping
 from math import inf
-from typing import Final
+from typing import Final, get_args
 
 from pydantic import JsonValue
 
@@ -11,11 +11,11 @@ from rheostat.infra.config import read_recorded
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.models.config.alarms import ROUNDING
-from rheostat.models.config.divergence import ReferenceReset
+from rheostat.models.config.divergence import KlPenalty, ReferenceReset
 from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
 
-ESTIMATORS: Final = ("k1", "k2", "k3")
+ESTIMATORS: Final = get_args(KlPenalty.model_fields["kind"].annotation)
 """Values of `kind` with which recorded settings are those of a KL penalty."""
 
 

@@ -108,3 +108,5 @@ def test_an_interpreter_with_other_libraries_or_without_rheostat_is_refused(job,
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(BadInput, match=r"cannot import Rheostat \(ModuleNotFoundError: rheostat\)"):
         plan_bisection(request(job, tmp_path / "python"))
+    with pytest.raises(BadInput, match="prints no versions, so it is not a Python interpreter"):
+        plan_bisection(request(job, Path("/bin/true")))

@@ -18,6 +18,8 @@ from trl.experimental.sdpo.sdpo_trainer import SuccessfulRolloutTeacherContextBu
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.shards import read_shard, write_shard
 from rheostat.infra.store.storage import open_store
+from rheostat.models.algorithms.advantages import distillation
+from rheostat.models.algorithms.experience import AuxiliaryScores
 from rheostat.models.config.algorithms import DistillationOnly
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.teachers import Distillation, TeacherPolicy, TopK
@@ -30,6 +32,8 @@ from rheostat.models.text.privileged_prompts import build_privileged_prompt
 from rheostat.models.text.tokenizer import load_tokenizer
 from rheostat.models.workers.teacher_inputs import choose_solutions
 from tests.support.distillation import SCORING, credit, rows_of, sequences_of
+from tests.support.experiences import Drawn, experience
+from tests.support.losses import evaluate_loss, pass_tokens
 from tests.support.processes import preload
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.teachers import compute_logprobs
@@ -227,14 +231,19 @@ def test_the_gradient_of_the_advantages_is_that_of_trls_sampled_token_loss():
     for is_trl in (True, False):
         leaf = student_NV.clone().requires_grad_()
         if is_trl:
-            loss_N = compute_sampled_token_self_distillation_loss(
+            loss = compute_sampled_token_self_distillation_loss(
                 leaf[None], teacher_NV[None], tokens_N[None], distillation_alpha=1.0
-            )
+            ).sum()
         else:
-            student_N = leaf.log_softmax(-1)[range(7), tokens_N]
-            advantages_N = teacher_NV.log_softmax(-1)[range(7), tokens_N] - student_N.detach()
-            loss_N = -(advantages_N * (student_N - student_N.detach()).exp())
-        gradients.append(torch.autograd.grad(loss_N.sum(), leaf)[0])
+            student_N, teacher_N = (each.log_softmax(-1)[range(7), tokens_N] for each in (leaf, teacher_NV))
+            before_N = student_N.detach()
+            scores = AuxiliaryScores(teacher_T=teacher_N.numpy(), policy_T=before_N.numpy())
+            settings = Distillation(teacher=TeacherPolicy(template="{prompt}"))
+            advantages_N = distillation(experience(Drawn([1.0], [7]), auxiliary_scores=scores), settings)
+            tokens = pass_tokens([7], behaviour=before_N.tolist(), advantages=advantages_N.tolist())
+            _, gradient_N, _ = evaluate_loss(before_N, tokens, UpdateConfig())
+            loss = (student_N * gradient_N).sum()
+        gradients.append(torch.autograd.grad(loss, leaf)[0])
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.1
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rheostat.infra.errors import BadInput
 from rheostat.infra.store.shards import read_shard
 from rheostat.infra.store.storage import open_store
 from rheostat.models.config.algorithms import DistillationOnly, Grpo
@@ -132,6 +133,14 @@ def test_the_loss_is_the_mean_divergence_times_the_coefficient(uri, student, tea
     expected = float(torch.cat(divergences).mean())
     assert outcome.metrics["teacher_divergence"] == pytest.approx(expected, rel=1e-3)
     assert outcome.metrics["loss"] == pytest.approx(0.5 * expected, rel=1e-3)
+
+
+def test_samples_without_the_most_probable_tokens_are_refused(uri, student, teacher):
+    algorithm = distilled()
+    plain = algorithm.model_copy(update={"distillation": algorithm.distillation.model_copy(update={"top_k": None})})
+    work = prepare(uri, student, teacher, plain)
+    with pytest.raises(BadInput, match=r"algorithm.distillation.top_k needs .* computed without this setting"):
+        start_worker(uri, CONFIG, algorithm=algorithm).update(work)
 
 
 def test_a_teacher_that_is_the_student_changes_nothing(uri, student):
