@@ -162,10 +162,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("suite", choices=suites["suite"], help="suite of .ci/suites.toml to run")
     parser.add_argument("--fresh", action="store_true", help="also run the parts that have passed before")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts of the suite")
     options = parser.parse_args()
     began, folder = time.monotonic(), ROOT / "build" / options.suite
     folder.mkdir(parents=True, exist_ok=True)
     suite = read_suite(options.suite, folder, suites)
+    if unknown := [part for part in options.only or () if part not in suite.commands]:
+        parser.error(f"unknown part {unknown[0]!r}: expected {', '.join(suite.commands)}")
+    if options.only:
+        suite.lanes = [[part for part in lane if part in options.only] for lane in suite.lanes]
     if not options.fresh:
         suite.load()
 

@@ -51,6 +51,7 @@ def bisect(job, good, bad, name, *, max_forks=None, max_hours=None):
         return run_flow(bisect(request(job, good, bad, name), max_forks=max_forks, max_hours=max_hours))
 
 
+@pytest.mark.thorough
 def test_the_cause_is_found_and_a_search_whose_budget_was_spent_continues(trained):
     begun = bisect(trained, "good", "bad", "why", max_forks=1)
     assert (begun.outcome, begun.found, len(begun.trials)) == ("budget", (0, 1), 1)

@@ -96,6 +96,7 @@ def test_no_prompt_is_issued_twice_in_an_epoch_and_later_epochs_follow_the_solve
     assert verify_run(str(fork.store), "harder") == []
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("iteration", [3, 5])
 def test_a_run_that_was_killed_and_resumed_chooses_the_same_prompts(trained, tmp_path, prefect_api, iteration):
     job = InProcessJob(tmp_path / "resumed", prefect_api)
@@ -137,6 +138,7 @@ WAVES = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("settings", "lag"), [(STALE, 2), (WAVES, 1)], ids=["stale rollouts", "waves"])
 def test_overlapping_iterations_and_waves_have_the_same_plans_after_an_interruption(
     tmp_path, prefect_api, settings, lag
@@ -152,6 +154,7 @@ def test_overlapping_iterations_and_waves_have_the_same_plans_after_an_interrupt
     check_same_run(job.run, whole.run)
 
 
+@pytest.mark.thorough
 def test_a_file_of_a_mixture_that_is_never_solved_is_sampled_less(tmp_path, prefect_api):
     whole, job = (InProcessJob(tmp_path / name, prefect_api) for name in ("whole", "resumed"))
     sources = []

@@ -316,6 +316,7 @@ def test_prompts_are_forgotten_in_a_fork_and_its_parent(forked_copy, ids):
         request(forked_copy, "tiny@2")
 
 
+@pytest.mark.thorough
 def test_a_fork_of_a_copied_fork_forgets_prompts_before_the_copy(forked, ids, tmp_path):
     store = tmp_path / "copies"
     copy_run("same", str(forked.store), str(store))
@@ -325,6 +326,7 @@ def test_a_fork_of_a_copied_fork_forgets_prompts_before_the_copy(forked, ids, tm
     assert [verify_run(str(store), name) for name in ("zz", "same")] == [[], []]
 
 
+@pytest.mark.thorough
 def test_a_fork_that_is_created_while_prompts_are_removed_keeps_its_shards_until_it_has_replaced_them(
     forked_copy, ids, monkeypatch
 ):
@@ -345,6 +347,7 @@ def test_a_fork_that_is_created_while_prompts_are_removed_keeps_its_shards_until
     assert [verify_run(str(forked_copy.store), name) for name in ("late", "same", "tiny")] == [[], [], []]
 
 
+@pytest.mark.thorough
 def test_what_an_interrupted_creation_has_left_does_not_prevent_that_prompts_are_forgotten(
     forked_copy, ids, monkeypatch
 ):

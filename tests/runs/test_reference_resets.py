@@ -61,7 +61,8 @@ def test_retention_keeps_the_policy_that_is_the_reference(trained):
     assert stored == [0, 4, 5], "policy 2 was the reference until iteration 4"
 
 
-@pytest.mark.parametrize("iteration", [4, 5])
+@pytest.mark.thorough_after(1)
+@pytest.mark.parametrize("iteration", [5, 4])
 def test_a_run_that_was_killed_and_resumed_has_the_same_bits(trained, whole, tmp_path, prefect_api, iteration):
     assert [run_of(job).require("it-0005/seal").detail["policy"] for job in (whole, trained)] == [
         policy_after(run_of(trained), 5).bundles["weights"].digest
@@ -91,6 +92,7 @@ def test_forks_and_copies_have_the_reference_of_their_parent(trained, tmp_path):
         request_fork(str(job.store), "tiny@5", "other", overrides=changes)
 
 
+@pytest.mark.thorough
 def test_a_penalty_in_the_reward_is_computed_from_the_reset_reference(tmp_path, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     job.train(*IN_REWARD)

@@ -83,6 +83,7 @@ def test_a_run_is_trained_again_without_the_prompts_and_shares_what_does_not_dep
     assert later.excluded_rows(5) == {row} and not later.excluded_rows(2)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_unlearning_gives_the_results_of_a_fork_that_shares_no_rollouts(job, monkeypatch):
     name, _ = prompt_of(opened(job, "parent"), 3)
 
@@ -105,6 +106,7 @@ def test_an_interrupted_unlearning_gives_the_results_of_a_fork_that_shares_no_ro
     assert operator.eq(*(policy_after(run, 4).bundles for run in runs))
 
 
+@pytest.mark.thorough
 def test_with_staleness_several_iterations_share_rollouts(job):
     retention = ("retention.keep_every=1", "retention.keep_last=3")
     job.train("name=stale", "warmup=", "iterations=4", "rollout.staleness=1", *retention, *OURS)
@@ -122,6 +124,7 @@ def test_with_staleness_several_iterations_share_rollouts(job):
     assert policy_after(run, 4).bundles != policy_after(stale, 4).bundles
 
 
+@pytest.mark.thorough
 def test_the_prompts_can_be_removed_afterwards_and_the_record_names_the_tombstones(job):
     name, _ = prompt_of(opened(job, "parent"), 4)
     removed = unlearn(job, "clean", {name}, forget=True)

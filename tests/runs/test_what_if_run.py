@@ -97,6 +97,7 @@ def test_the_answer_names_the_last_trusted_iteration_and_compares_the_policies_t
     assert "holds up to iteration 1 of 3" in doubted.text() and "evaluation.every" in doubted.text()
 
 
+@pytest.mark.thorough
 def test_a_run_that_stops_early_continues_to_the_bits_of_the_undisturbed_one(job, replayed):
     stopped = answer(job, "tiny@0", "faster", FASTER, bound=0.9999)
     run = opened(job, "faster")
@@ -107,6 +108,7 @@ def test_a_run_that_stops_early_continues_to_the_bits_of_the_undisturbed_one(job
     assert digests_of(opened(job, "faster"), 3) == digests_of(opened(replayed, "faster"), 3)
 
 
+@pytest.mark.thorough
 def test_other_rewards_score_the_stored_completions_again_and_a_fork_continues_the_training(job):
     changed = answer(job, "tiny@0", "plain", LENGTH, FASTER, bound=0.9999, continues=True)
     run, fork = opened(job, "plain"), opened(job, "plain-continued")
@@ -152,6 +154,7 @@ def test_scores_of_a_fork_that_were_computed_with_earlier_rewards_are_computed_a
     assert ["scoring" in each.sharing.stages for each in planned] == [False, True]
 
 
+@pytest.mark.thorough
 def test_a_run_that_an_alarm_reverted_can_be_replayed_without_the_alarm(job):
     alarm = "alarms=[{kind = 'metric', metric = 'update/entropy', bound = 0.0, action = 'revert'}]"
     with job.prefect():

@@ -104,3 +104,15 @@ def test_every_file_with_system_tests_belongs_to_one_part_of_the_nightly_suite()
         if re.search(r"mark\.system\b", file.read_text()):
             found = [sum(file.is_relative_to(path) for path in part) for part in places]
             assert sorted(found) == [0] * (len(names) - 1) + [1], file
+
+
+def test_only_the_named_parts_run_and_an_unknown_part_is_refused(start, tmp_path):
+    with start("true", "--only", "third", "first") as runner:
+        output = runner.stdout.read()
+    assert runner.returncode == 0
+    assert output.splitlines()[-1].startswith("two: 2 of 2 parts passed")
+    assert lines_of(tmp_path / "starts-first") == ["started"]
+    assert not (tmp_path / "starts-second").exists()
+    with start("true", "--only", "fourth") as runner:
+        runner.stdout.read()
+    assert runner.returncode == 2

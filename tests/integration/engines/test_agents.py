@@ -78,7 +78,7 @@ def test_a_failing_agent_fails_only_its_own_episode_with_a_reason(agents, how, e
 
 
 @pytest.mark.thorough_after(1)
-@pytest.mark.parametrize("how", ["sleep", "spawn", "hoard"])
+@pytest.mark.parametrize("how", ["hoard", "sleep", "spawn"])
 def test_agents_that_exceed_a_limit_are_stopped_with_all_their_processes(agents, how, tmp_path):
     limits = {"memory_mib": 300} if how == "hoard" else {"agent_seconds": 10}
     rows = agents.play_rows(agent("fail", options={"how": how, "mark": str(tmp_path)}, **limits))

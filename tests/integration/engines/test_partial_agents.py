@@ -105,6 +105,7 @@ def test_a_sleeping_agent_is_cut_by_time_and_continues_when_it_starts_again(agen
         assert [turn["replayed"] for turn in by_time(ended[name])] == [bool(cut[name]["turns"]), False]
 
 
+@pytest.mark.thorough
 def test_an_agent_without_any_request_ends_after_the_largest_staleness(agents):
     settings = agent("late", options={"seconds": 3}, open_episodes=4)
     partial = PartialRollout(tokens=1000, max_staleness=2, iteration_seconds=0.5)
@@ -151,6 +152,7 @@ def test_an_agent_in_a_sandbox_continues(agents):
     assert (by_time(row)[0]["replayed"], versions_of(row)) == (True, {0, 1})
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_killed_while_episodes_continue_loses_no_turn(agents, tmp_path):
     first = agents.play(agent("kill_later", options={"marks": str(tmp_path)}), partial=PARTIAL)
     (tmp_path / "armed").touch()

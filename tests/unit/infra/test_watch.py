@@ -142,6 +142,7 @@ ctypes.CDLL(None).pthread_exit(None)
     assert run_watched("the command", [sys.executable, "-S", "-c", program], b"") == (3, b"done", b"")
 
 
+@pytest.mark.thorough
 def test_a_command_that_is_stopped_has_failed():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     with pytest.raises(WorkerFailed, match=r"the command \(pid \d+\) is suspended"):

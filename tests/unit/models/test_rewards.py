@@ -105,7 +105,8 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is(star
     assert all(re.search(f"^obedient: .*{reasons[text]}$", error) for text, error in errors.items()), errors
 
 
-@pytest.mark.parametrize(("is_starved", "reason"), [(True, "SIGSEGV"), (False, "its process closed the pipe")])
+@pytest.mark.thorough_after(1)
+@pytest.mark.parametrize(("is_starved", "reason"), [(False, "its process closed the pipe"), (True, "SIGSEGV")])
 def test_a_process_that_dies_while_other_processes_use_the_cpus_is_known_by_its_signal(
     start_evaluator, monkeypatch, is_starved, reason
 ):
