@@ -34,7 +34,7 @@ PARTS = (
     "decoding",
 )
 ALONE = (
-    *("s3", "weights", "moved", "slices", "reality", "curves", "loss_curves", "balanced"),
+    *("s3", "weights", "moved", "slices", "reality", "curves", "loss_curves", "method_curves", "balanced"),
     *("scale", "staleness", "what_if", "bisect", "vllm", "tools", "agents", "gpu", "updates", "ddpo"),
 )
 """Names of benchmarks that take long or need another environment. They run only if `--only` names them."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,6 +17,8 @@ MORE_SEEDS = (3, 4)
 """Additional seeds for the two algorithms (GRPO and CAPO) that are compared seed by seed."""
 PLOT = Path(__file__).parents[1] / "docs" / "algorithms.png"
 CONFIGS = DEMO.parent
+TEACHER = "warmup.worked_answer_fraction=1"
+"""Override with which the warmed-up policy is a teacher, which solves nearly all problems."""
 COLORS = 10
 """Number of colors in matplotlib's color cycle. Curves after this number reuse the colors with dashed lines."""
 
@@ -91,7 +93,7 @@ def measure() -> Iterator[Table]:
     """
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in (*SEEDS, *MORE_SEEDS):
-        with prepare_policy(seed) as start, prepare_policy(seed, "warmup.worked_answer_fraction=1") as teacher:
+        with prepare_policy(seed) as start, prepare_policy(seed, TEACHER) as teacher:
             for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
                 curves[name].append(train_curve(start, seed, RECIPES[name], teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
@@ -101,16 +103,20 @@ def measure() -> Iterator[Table]:
     yield pairs_table(curves[GRPO], curves[CAPO])
 
 
-def train_curves(recipes: Mapping[str, Recipe], plot: Path) -> dict[str, list[Curve]]:
-    """Train every recipe on three seeds from the warmed-up policy, plot the learning curves in the file `plot`, and
-    return them by recipe."""
+def train_curves(recipes: Mapping[str, Recipe], plot: Path | None) -> dict[str, list[Curve]]:
+    """Train every recipe on three seeds from the warmed-up policy, plot the learning curves in the file `plot` if it is
+    given, and return them by recipe."""
     curves: dict[str, list[Curve]] = {name: [] for name in recipes}
+    has_teacher = any("{teacher}" in override for recipe in recipes.values() for override in recipe.overrides)
     for seed in SEEDS:
-        with prepare_policy(seed) as start:
+        with ExitStack() as policies:
+            start = policies.enter_context(prepare_policy(seed))
+            teacher = policies.enter_context(prepare_policy(seed, TEACHER)) if has_teacher else start
             for name, recipe in recipes.items():
-                curves[name].append(train_curve(start, seed, recipe, teacher=start))
+                curves[name].append(train_curve(start, seed, recipe, teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
-    draw(curves, plot)
+    if plot is not None:
+        draw(curves, plot)
     return curves
 
 
@@ -130,9 +136,14 @@ def train_curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Cur
     """Train a recipe from the warmed-up policy in the directory `start`, and return the learning curve."""
     begun = ("warmup=", "policy.kind=directory", f"policy.path={start}", f"seed={seed}")
     overrides = tuple(override.replace("{teacher}", str(teacher)) for override in recipe.overrides)
-    with run_job_to_end(recipe.config, (*begun, *overrides)) as job:
+    return run_curve(recipe.config, (*begun, *overrides))
+
+
+def run_curve(config: Path, overrides: Sequence[str], *, term: str = "numeric") -> Curve:
+    """Run a training job to its end, and return its learning curve. `term` names the reward of correct completions."""
+    with run_job_to_end(config, overrides) as job:
         evaluations = evaluations_of(job.run)
-        reports = reports_of(job.run, term="numeric")
+        reports = reports_of(job.run, term=term)
     return Curve(
         rollouts=tuple(report.accuracy or 0.0 for report in reports),
         before=evaluations[0].mean,

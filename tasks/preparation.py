@@ -199,13 +199,15 @@ async def _train_and_log(
         logger.info("%s: %s", what, course)
     async with nullcontext() if existing is not None else reserve_shared_gpus(open_run):
         trained = await run_once(open_run, key, role="update", method=method, work=work, parents=parents)
-    logger.info("%s: %s%s", what, describe_losses(trained), "" if existing is None else FROM_STORE_SUFFIX)
+    preferences = open_run.settings.preferences
+    losses = describe_losses(trained, "pair" if preferences is None else preferences.noun)
+    logger.info("%s: %s%s", what, losses, "" if existing is None else FROM_STORE_SUFFIX)
     return trained
 
 
-def describe_losses(trained: Manifest) -> str:
+def describe_losses(trained: Manifest, noun: str = "pair") -> str:
     """Describe a finished training in one line: some losses from first to last, the duration, and the accuracy or loss
-    on held-out data if there is any."""
+    on held-out data if there is any. `noun` is the singular noun for one preference."""
     losses, metrics = losses_of(trained), trained.metrics
     stride = -(-len(losses) // MAX_SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
@@ -216,7 +218,7 @@ def describe_losses(trained: Manifest) -> str:
     elif "heldout_accuracy" in metrics:
         right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
         heldout = (
-            f"; accuracy {right:.3f} on {format_count(count, 'held-out pair')}, margin {metrics['heldout_margin']:.2f}"
+            f"; accuracy {right:.3f} on {format_count(count, f'held-out {noun}')}, margin {metrics['heldout_margin']:.2f}"
         )
     elif "heldout_loss" in metrics:
         heldout = f"; loss on {metrics['heldout_chats']:,.0f} held-out chats {metrics['heldout_loss_first']:.3f} before"

@@ -28,6 +28,8 @@ class TrainedModel(Settings):
     pairs."""
     pairs: int
     """Number of held-out pairs."""
+    compared: str = "pair"
+    """Singular noun for one item of `pairs`: a pair, or a completion if single completions have labels."""
     step_accuracy: float | None = None
     """Fraction of held-out steps whose label the model predicts, or None if it was not trained on step labels."""
     steps: int = 0
@@ -46,7 +48,7 @@ class TrainedModel(Settings):
         pairs = (
             ""
             if self.pair_accuracy is None
-            else f", accuracy {self.pair_accuracy:.3f} on {format_count(self.pairs, 'held-out pair')}"
+            else f", accuracy {self.pair_accuracy:.3f} on {format_count(self.pairs, f'held-out {self.compared}')}"
         )
         steps = ""
         if self.step_accuracy is not None:
@@ -128,6 +130,7 @@ async def report_rewards(open_run: OpenRun) -> TrainedRewards:
 def _describe_model(open_run: OpenRun, name: str, manifest: Manifest) -> TrainedModel:
     weights, has_chats = manifest.bundles["weights"], "heldout_chats" in manifest.metrics
     accuracy, has_labels = manifest.metrics.get("heldout_accuracy"), "heldout_labels" in manifest.metrics
+    preferences = open_run.settings.preferences
     return TrainedModel(
         name=name,
         path=directory_of(open_run.run, weights),
@@ -135,6 +138,7 @@ def _describe_model(open_run: OpenRun, name: str, manifest: Manifest) -> Trained
         losses=losses_of(manifest),
         pair_accuracy=None if has_labels else accuracy,
         pairs=int(manifest.metrics.get("heldout_pairs", 0)),
+        compared="pair" if preferences is None else preferences.noun,
         step_accuracy=accuracy if has_labels else None,
         steps=int(manifest.metrics.get("heldout_labels", 0)),
         heldout_loss_first=manifest.metrics.get("heldout_loss_first") if has_chats else None,

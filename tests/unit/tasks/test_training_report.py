@@ -23,3 +23,9 @@ def test_a_training_on_chats_is_described_with_the_loss_on_held_out_chats():
 def test_a_training_without_held_out_chats_has_no_loss_on_them():
     assert describe_losses(build_training(loss_last=2.5)) == "loss 3.000 2.500 after 4 s"
     assert chat_scalars(build_training(loss_last=2.5)) == {}
+
+
+def test_held_out_completions_with_labels_are_not_called_pairs():
+    trained = build_training(heldout_pairs=4, heldout_accuracy=0.75, heldout_margin=1.5)
+    assert describe_losses(trained, "completion").endswith("accuracy 0.750 on 4 held-out completions, margin 1.50")
+    assert describe_losses(trained).endswith("accuracy 0.750 on 4 held-out pairs, margin 1.50")
