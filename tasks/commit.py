@@ -111,7 +111,7 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     number of deleted bundles (folders with model files).
 
     The first call of a process examines all versions, because a run may be resumed with other retention settings. Later
-    calls examine only the version that the iteration made too old, and versions since the oldest reset reference. The
+    calls examine only the version that the iteration made too old, and versions since the oldest reference. The
     version from which an update would start after a restart, and the weights of the references of this and the next
     update, are always kept.
     """
@@ -125,11 +125,11 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
         else:
             old |= bundles
     loadable = _loadable_version(run, iteration.number)
-    references = _references_of(run, range(loadable + 1, iteration.number + 2))
+    needing_reference = range(loadable + 1, iteration.number + 2)
     used = progress.kept_bundles | {
         bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)
     }
-    used |= {policy_of(policy_after(run, version)).weights.key for version in references}
+    used |= {Iteration(run, number).reference_model.weights.key for number in needing_reference}
     doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
     doubtful_versions |= _references_of(run, range(max(1, loadable), loadable + 1))  # the reference before a reset
     doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
@@ -140,13 +140,13 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
         if key not in used and (not known or key in doubtful_keys):
             retired[key] = bundle
     progress.postponed_bundles = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
-    progress.first_unexamined_version = min(newest.start, loadable, *references)
+    progress.first_unexamined_version = min(newest.start, loadable, *_references_of(run, needing_reference))
     return len(retired) - len(progress.postponed_bundles)
 
 
 def _references_of(run: Run, iterations: range) -> set[int]:
-    """Return the versions that are reset references of these iterations. The initial policy is always kept, so it is
-    not included."""
+    """Return the versions whose policy or moving average is the reference of one of these iterations. The initial
+    policy is always kept, so it is not included."""
     return {
         version for number in iterations if (version := reference_iteration(run, number, recorded_reset(run, number)))
     }
