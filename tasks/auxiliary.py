@@ -74,7 +74,7 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
         shards=scored.shards,
         media=iteration.media,
         policy=policy_of(policy),
-        reference=None if reference is None else policy_of(reference),
+        reference=None if reference is None else iteration.reference_model,
         critic=None if critic is None else critic_of(critic),
         teacher=versions[0],
         specialists=tuple(versions[1:]),

@@ -19,7 +19,7 @@ from rheostat.tasks.costs import Reservation, iteration_costs
 from rheostat.tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from rheostat.tasks.run.open_run import OpenRun
-from rheostat.tasks.run.references import recorded_reset, reference_iteration
+from rheostat.tasks.run.references import recorded_reset, reference_iteration, select_reference
 from rheostat.tasks.run.rescorings import DerivedResult, list_derived_results
 from rheostat.tasks.run.reverts import has_reverted, policy_after
 from rheostat.tasks.run.solve_rates import summarize_choices
@@ -111,7 +111,7 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     number of deleted bundles (folders with model files).
 
     The first call of a process examines all versions, because a run may be resumed with other retention settings. Later
-    calls examine only the version that the iteration made too old, and versions since the oldest reset reference. The
+    calls examine only the version that the iteration made too old, and versions since the oldest reference. The
     version from which an update would start after a restart, and the weights of the references of this and the next
     update, are always kept.
     """
@@ -129,9 +129,10 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     used = progress.kept_bundles | {
         bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)
     }
-    used |= {policy_of(policy_after(run, version)).weights.key for version in references}
+    used |= {weights.key for _, weights in references}
     doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
-    doubtful_versions |= _references_of(run, range(max(1, loadable), loadable + 1))  # the reference before a reset
+    before_reset = _references_of(run, range(max(1, loadable), loadable + 1))
+    doubtful_versions |= {version for version, _ in before_reset}
     doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
     retired = dict(progress.postponed_bundles)
     for key, bundle in old.items():
@@ -140,16 +141,19 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
         if key not in used and (not known or key in doubtful_keys):
             retired[key] = bundle
     progress.postponed_bundles = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
-    progress.first_unexamined_version = min(newest.start, loadable, *references)
+    progress.first_unexamined_version = min(newest.start, loadable, *(version for version, _ in references))
     return len(retired) - len(progress.postponed_bundles)
 
 
-def _references_of(run: Run, iterations: range) -> set[int]:
-    """Return the versions that are reset references of these iterations. The initial policy is always kept, so it is
-    not included."""
-    return {
-        version for number in iterations if (version := reference_iteration(run, number, recorded_reset(run, number)))
-    }
+def _references_of(run: Run, iterations: range) -> list[tuple[int, BundleRef]]:
+    """Return the references of these iterations: the version whose policy or moving average is the reference, and its
+    weights. The initial policy is always kept, so it is not included."""
+    rules = {number: recorded_reset(run, number) for number in iterations}
+    return [
+        (version, select_reference(policy_after(run, version), rule).weights)
+        for number, rule in rules.items()
+        if (version := reference_iteration(run, number, rule))
+    ]
 
 
 def retire_rollouts(open_run: OpenRun, iteration: Iteration) -> None:

@@ -11,11 +11,12 @@ from typing import Literal
 from rheostat.infra.store.manifests import Manifest
 from rheostat.models.algorithms.shaping import next_coefficient
 from rheostat.models.config.divergence import AdaptiveKl
-from rheostat.models.records.versions import critic_of, policy_of
+from rheostat.models.records.versions import AVERAGE, critic_of, policy_of
 from rheostat.models.records.work import UpdateWork
 from rheostat.tasks.run.dependencies import relayout_iteration
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.open_run import OpenRun
+from rheostat.tasks.run.references import recorded_reset
 from rheostat.tasks.run.reverts import updating_iteration
 from rheostat.tasks.run.stages import run_once, stage
 from rheostat.tasks.run.states import STATES, is_due, states_of, updates_since_state
@@ -91,7 +92,8 @@ async def update_policy(open_run: OpenRun, iteration: Iteration) -> Manifest:
         parents=iteration.update_parents,
         returns_before_durable=True,
     )
-    open_run.prefetch("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
+    others = (*STATES, AVERAGE)
+    open_run.prefetch("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in others))
     return manifest
 
 
@@ -100,7 +102,7 @@ def _build_work(open_run: OpenRun, iteration: Iteration) -> UpdateWork:
     return UpdateWork(
         iteration=iteration.number,
         policy=policy_of(iteration.policy),
-        reference=policy_of(iteration.reference),
+        reference=iteration.reference_model,
         samples=iteration.credit.shards,
         media=iteration.media,
         total_iterations=settings.iterations,
@@ -108,6 +110,7 @@ def _build_work(open_run: OpenRun, iteration: Iteration) -> UpdateWork:
         critic=None if critic is None else critic_of(iteration.critic),
         learns=critic is None or iteration.number > critic.warmup_iterations,
         kl_coefficient=loss_coefficient(open_run, iteration),
+        ema_decay=recorded_reset(open_run.run, iteration.number).ema_decay,
         exact_behaviour=settings.rollout.engine.matches_trainer(settings.update),
         is_replayed=open_run.run.replays(iteration.number),
     )

@@ -90,6 +90,11 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
                 f"{key}.{penalty.rule_key} cannot be combined with update.lora, because the reference is computed "
                 "without adapters. Remove one of them"
             )
+        if penalty is not None and penalty.ema_decay and job.rollout.denoising is not None:
+            yield (
+                f"{key}.ema_decay cannot be combined with rollout.denoising, because only the weights of language "
+                f"models can be averaged. Use {key}.reset_every, or remove {key}.ema_decay"
+            )
     if job.update.masks_low_entropy and job.update.loss.selection is not None:
         yield (
             f"update.top_entropy cannot be combined with update.loss.kind = {job.update.loss.label!r}, because it "

@@ -1,5 +1,5 @@
-"""Configuration of the KL penalty, which keeps the policy close to the reference: the initial policy, or the policy at
-the last reset. Torch-free."""
+"""Configuration of the KL penalty, which keeps the policy close to the reference: the initial policy, the policy at the
+last reset, or a moving average of the policies. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -30,21 +30,28 @@ class ReferenceReset(Settings):
     reset_after_plateau: Annotated[Positive | None, Since("0.2.0", before=None)] = None
     """After n iterations without a new best mean reward, the current policy becomes the reference. Counting restarts
     after a reset and after each new best. Use this or `reset_every`."""
+    ema_decay: Annotated[float | None, Field(gt=0, lt=1), Since("0.2.0", before=None)] = None
+    """Decay d of a reference that is an exponential moving average of the weights of the policies (TR-DPO, arXiv
+    2404.09656, soft update with α = 1 - d and an update after every iteration). The reference of iteration 1 is the
+    initial policy. The reference of iteration i + 1 is d x the reference of iteration i + (1 - d) x the policy after
+    iteration i, in float32. After an alarm has reverted to an older policy, the reference is the one that was computed
+    with this policy. Use this, `reset_every` or `reset_after_plateau`."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> "ReferenceReset":
-        if self.reset_every and self.reset_after_plateau:
-            raise ValueError("reset_every and reset_after_plateau are set. Remove one of them")
+        keys = [key for key in ReferenceReset.model_fields if getattr(self, key)]
+        if len(keys) > 1:
+            raise ValueError(f"{' and '.join(keys)} are set. Remove all but one of them")
         return self
 
     @property
     def rule(self) -> "ReferenceReset":
         """Copy that contains only these settings, so that penalties of different types can be compared."""
-        return ReferenceReset(reset_every=self.reset_every, reset_after_plateau=self.reset_after_plateau)
+        return ReferenceReset(**{key: getattr(self, key) for key in ReferenceReset.model_fields})
 
     @property
     def rule_key(self) -> str | None:
-        """Key of the setting that resets the reference, or None if it is never reset."""
+        """Key of the setting that changes the reference, or None if the reference is always the initial policy."""
         return next((key for key in ReferenceReset.model_fields if getattr(self, key)), None)
 
 

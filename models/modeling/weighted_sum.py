@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rheostat.infra.errors import BadInput
-from rheostat.infra.store.bundles import CONTENTS, Contents
+from rheostat.infra.store.bundles import CONTENTS, BundledFile, Contents
 from rheostat.infra.store.file_writer import describe_pieces, write_hashed
 from rheostat.infra.store.inputs import fetch_path, format_path, recorded_base
 from rheostat.models.config.merging import LinearMerge
@@ -180,7 +180,7 @@ def write_merge(work: MergeWork) -> Merge:
     if work.adapters == "ranks":
         _write_adapter_sum(work)
     else:
-        _write_full(work)
+        write_full_merge(work)
     merge = Merge(
         parents=tuple(map(_record_parent, work.parents)),
         adapters=work.adapters,
@@ -225,7 +225,11 @@ def policy_digest(directory: Path) -> str:
 
 
 @torch.no_grad()
-def _write_full(work: MergeWork) -> None:
+def write_full_merge(work: MergeWork, *, on_progress: Callable[[], None] = lambda: None) -> dict[str, BundledFile]:
+    """Write the merged policy as a complete model, without checks of the parents and without merge.json. Return the
+    size and digest of each weight file by name. `on_progress` is called after each tensor. Raises BadInput if an
+    integer or boolean tensor differs between the parents."""
+    files: dict[str, BundledFile] = {}
     dtype = None if work.dtype is None else DTYPES[{"float32": "F32", "bfloat16": "BF16"}[work.dtype]]
     readers, weights = [_build_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
     first = Outline.read(work.parents[0].path)
@@ -240,6 +244,7 @@ def _write_full(work: MergeWork) -> None:
         try:
             base = None if read_base is None else read_base(name)
             versions = TensorVersions(name, [read(name) for read in readers], weights, base)
+            on_progress()
             return merge_tensor(work.method.settings, versions, dtype=outline(name).dtype)
         except ValueError as error:
             raise BadInput(f"merge: tensor {name}: {error}") from error
@@ -248,7 +253,7 @@ def _write_full(work: MergeWork) -> None:
         outlines = {name: outline(name) for name, (file, _) in first.files.items() if file == path}
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata()
-        write_hashed(work.target / path.name, streamed_pieces(outlines, make, metadata=metadata))
+        files[path.name] = write_hashed(work.target / path.name, streamed_pieces(outlines, make, metadata=metadata))
     if (first.directory / INDEX).is_file():
         _write_index(first, work.target, [outline(name) for name in first.files])
     if work.dtype is not None:
@@ -256,6 +261,7 @@ def _write_full(work: MergeWork) -> None:
         stale = {key: work.dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": work.dtype}
         (work.target / "config.json").write_text(json.dumps(config | stale, indent=2, sort_keys=True) + "\n")
     copy_config_files(first.directory, work.target)
+    return files
 
 
 def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]) -> None:

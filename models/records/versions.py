@@ -4,6 +4,7 @@ read."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from blake3 import blake3
 from pydantic import JsonValue
@@ -12,6 +13,9 @@ from rheostat.infra.store.bundles import CONTENTS, BundleRef
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import ShardRef
+
+AVERAGE: Final = "reference"
+"""Name under which the record of an update lists the moving average of the policies, the next iteration's reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Outcome:
     model: ModelVersion | None = None
     """Policy, critic, judge, reward model or teacher that the work unit created or trained, or None."""
     critic: ModelVersion | None = None
+    average: BundleRef | None = None
+    """Bundle with the moving average of the policies up to `model`, or None if the reference is no moving average."""
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None
     """Other facts about the result that depend only on the inputs, such as names and row numbers. They never contain

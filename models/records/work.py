@@ -240,6 +240,9 @@ class UpdateWork:
     memory repeats these updates."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
+    ema_decay: float | None = None
+    """Decay of the moving average of the policies, which is the next reference. None if the reference is no moving
+    average."""
     exact_behaviour: bool = False
     """Whether the behavior log-probs (those of the engine that generated the tokens) equal the trainer's log-probs, up
     to rounding."""

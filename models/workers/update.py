@@ -33,6 +33,7 @@ from rheostat.models.training.auxiliary import (
     write_auxiliary_scores,
 )
 from rheostat.models.training.forward_steps import forward_metrics, take_forward_steps
+from rheostat.models.training.moving_average import publish_average
 from rheostat.models.training.publishing import Put, make_version_durable
 from rheostat.models.training.ranks import join_ranks
 from rheostat.models.training.repeats import Repeater
@@ -145,9 +146,28 @@ class UpdateWorker:
 
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any.
-        The files may be used at once, but are durable only after `sync`. Optimizer states are named now and written in
-        the background; they are stored when the next update ends. The next versions keep their parents' weights and
-        state if there is no token to train on or a value is not finite. So does a policy that is not trained yet."""
+        If the reference is a moving average of the policies, publish the next reference, too. The files may be used at
+        once, but are durable only after `sync`. Optimizer states are named now and written in the background; they are
+        stored when the next update ends. The next versions keep their parents' weights and state if there is no token
+        to train on or a value is not finite. So does a policy that is not trained yet."""
+        outcome = self._train(work)
+        if work.ema_decay is None or outcome.model is None:
+            return outcome
+        timer = StageTimer()
+        average = publish_average(
+            self._store,
+            outcome.model.weights,
+            work.reference.weights,
+            decay=work.ema_decay,
+            ranks=self._require_models().ranks,
+            put=_choose_put(work),
+            on_progress=self._on_progress,
+        )
+        timer.end("average")
+        return replace(outcome, average=average, timings={**(outcome.timings or {}), **timer.seconds})
+
+    def _train(self, work: UpdateWork) -> Outcome:
+        """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any."""
         models, timer = self._require_models(), StageTimer()
         self._repeated = {}
         self._show(media for update in (*work.past, work) for media in update.media)
@@ -195,7 +215,7 @@ class UpdateWorker:
     def _publish(self, work: UpdateWork, timer: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
         """Publish the trained policy and critic for immediate use, and start to write their optimizer states."""
         models, following = self._require_models(), work.policy.version + 1
-        put: Put = "staged" if work.stages_weights else "early"
+        put = _choose_put(work)
         model, critic = _build_next_version(work.policy), None
         state = critic_state = None  # the copies run while weights are written
         if work.keeps_state and work.learns:
@@ -410,6 +430,11 @@ class UpdateWorker:
 
     def _on_progress(self) -> None:
         self._progress += 1
+
+
+def _choose_put(work: UpdateWork) -> Put:
+    """Return the way in which an update stores the files of new versions."""
+    return "staged" if work.stages_weights else "early"
 
 
 def _build_next_version(parent: ModelVersion) -> ModelVersion:

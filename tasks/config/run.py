@@ -256,7 +256,7 @@ class RunConfig(Settings):
 
     @property
     def reference_reset(self) -> ReferenceReset:
-        """Rule by which the reference of the KL penalty is reset."""
+        """Rule by which the reference of the KL penalty is reset or averaged."""
         penalties = (self.update.kl_penalty, self.algorithm.reward_kl)
         return next((penalty.rule for penalty in penalties if penalty is not None), ReferenceReset())
 

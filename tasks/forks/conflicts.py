@@ -7,13 +7,12 @@ from typing import Final
 from rheostat.infra.config import changed_keys
 from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.runs import Run
-from rheostat.models.records.versions import policy_of
 from rheostat.tasks.auxiliary import find_stored_teachers
 from rheostat.tasks.config.run import LAYOUT, RunConfig
 from rheostat.tasks.forks.sharing import StoredBundles
 from rheostat.tasks.run.iteration import CarryOver, carry_over_before
 from rheostat.tasks.run.keys import StageKey
-from rheostat.tasks.run.references import reference_iteration
+from rheostat.tasks.run.references import reference_iteration, select_reference
 from rheostat.tasks.run.reverts import critic_after, has_reverted, policy_after
 from rheostat.tasks.run.states import STATES, updates_since_state
 
@@ -144,7 +143,7 @@ def _find_missing_policy(run: Run, number: int, config: RunConfig, stored: Store
         if not _has_weights(run, older, stored):
             return f"policy {older} is not stored, which rollout.staleness = {config.rollout.staleness} needs"
     reference = reference_iteration(run, number + 1, config.reference_reset)
-    if not stored.has(policy_of(policy_after(run, reference)).weights):
+    if not stored.has(select_reference(policy_after(run, reference), config.reference_reset).weights):
         rule = config.reference_reset.rule_key
         return f"policy {reference} is not stored, which is the reference of the KL penalty ({rule})"
     if config.revert_alarms and number:

@@ -19,10 +19,11 @@ from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import ShardRef
 from rheostat.models.config.rollout import DynamicSampling, RolloutConfig
 from rheostat.models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, read_parts
+from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import ScoredShard
 from rheostat.tasks.run.batch import Batch, picture_shards_of
 from rheostat.tasks.run.keys import PROMPTS, StageKey, iteration_key
-from rheostat.tasks.run.references import reference_of
+from rheostat.tasks.run.references import recorded_reset, reference_of, select_reference
 from rheostat.tasks.run.reverts import critic_after, policy_after, policy_key
 
 
@@ -220,9 +221,14 @@ class Iteration:
 
     @property
     def reference(self) -> Manifest:
-        """Stored record of the reference model of the KL penalty: the initial policy, or the policy of the last
-        reset."""
+        """Stored record that names the reference model of the KL penalty: the initial policy, the policy of the last
+        reset, or the update that computed the moving average."""
         return reference_of(self.run, self.number)
+
+    @property
+    def reference_model(self) -> ModelVersion:
+        """Reference model of the KL penalty."""
+        return select_reference(self.reference, recorded_reset(self.run, self.number))
 
     @property
     def update_parents(self) -> list[Manifest]:

@@ -1,5 +1,6 @@
 """Reference model of each iteration, from which a KL penalty measures the divergence of the policy: the initial policy,
-or the policy of the last reset. It depends only on stored results, so a resumed run uses the same one."""
+the policy of the last reset, or a moving average of the policies. It depends only on stored results, so a resumed run
+uses the same one."""
 
 from collections.abc import Mapping
 from math import inf
@@ -12,6 +13,7 @@ from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.models.config.alarms import ROUNDING
 from rheostat.models.config.divergence import KlPenalty, ReferenceReset
+from rheostat.models.records.versions import AVERAGE, ModelVersion, policy_of
 from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
 
@@ -20,15 +22,15 @@ ESTIMATORS: Final = get_args(KlPenalty.model_fields["kind"].annotation)
 
 
 def recorded_reset(run: Run, number: int) -> ReferenceReset:
-    """Return the recorded rule by which the reference of an iteration is reset."""
+    """Return the recorded rule by which the reference of an iteration is reset or averaged."""
     config = run.config_at(number)
     found = (_find_reset(config.get(table)) for table in ("update", "algorithm"))
     return next((rule for rule in found if rule is not None), ReferenceReset())
 
 
 def _find_reset(settings: JsonValue) -> ReferenceReset | None:
-    """Return the rule of the first KL penalty with resets in recorded settings. All tables are searched, because an
-    algorithm of the user may have its KL penalty at any key."""
+    """Return the rule of the first KL penalty with a changing reference in recorded settings. All tables are searched,
+    because an algorithm of the user may have its KL penalty at any key."""
     if not isinstance(settings, Mapping):
         return None
     rule = {key: settings[key] for key in ReferenceReset.model_fields if settings.get(key) is not None}
@@ -39,13 +41,18 @@ def _find_reset(settings: JsonValue) -> ReferenceReset | None:
 
 
 def reference_iteration(run: Run, number: int, reset: ReferenceReset) -> int:
-    """Return the iteration after which the current policy was the reference of iteration `number`, or 0 for the initial
+    """Return the iteration whose policy or moving average is the reference of iteration `number`, or 0 for the initial
     policy.
 
     With n = `reset_every`, this is n x floor((number - 1) / n) (reference reset, ProRL, arXiv 2505.24864). If an alarm
     has reverted to a policy that is older than this reference, the restored policy is the reference until the next
     reset, because the alarm rejected the policies after it.
+
+    A moving average is stored with the policy after each iteration. If none is stored, the average begins with the
+    initial policy: in iteration 1, and if a fork is the first that sets `ema_decay`.
     """
+    if reset.ema_decay:
+        return number - 1 if AVERAGE in policy_after(run, number - 1).bundles else 0
     if reset.reset_every:
         reference = (number - 1) // reset.reset_every * reset.reset_every
     elif reset.reset_after_plateau:
@@ -78,5 +85,12 @@ def _last_plateau(run: Run, last: int, length: int) -> int:
 
 
 def reference_of(run: Run, number: int) -> Manifest:
-    """Return the stored record of the reference model of an iteration."""
+    """Return the stored record that names the reference model of an iteration."""
     return policy_after(run, reference_iteration(run, number, recorded_reset(run, number)))
+
+
+def select_reference(record: Manifest, reset: ReferenceReset) -> ModelVersion:
+    """Return the reference model that a record names: its moving average with `ema_decay`, otherwise its policy. The
+    record of the initial policy names no moving average."""
+    policy, average = policy_of(record), record.bundles.get(AVERAGE)
+    return policy if average is None or reset.ema_decay is None else ModelVersion(policy.version, weights=average)

@@ -26,7 +26,7 @@ from rheostat.infra.store.manifests import Manifest, Provenance, provenance_here
 from rheostat.infra.store.runs import Run
 from rheostat.infra.store.shards import verify_shard
 from rheostat.infra.store.staging import upload_staged_bundle
-from rheostat.models.records.versions import Outcome, bundles_of, critic_bundles_of
+from rheostat.models.records.versions import AVERAGE, Outcome, bundles_of, critic_bundles_of
 from rheostat.tasks.run.open_run import OpenRun
 from rheostat.tasks.run.states import STATES
 
@@ -284,6 +284,7 @@ async def wait_for_manifest(open_run: OpenRun, key: str) -> Manifest:
 
 def _bundles_of(outcome: Outcome) -> dict[str, BundleRef]:
     policy = {} if outcome.model is None else bundles_of(outcome.model)
+    policy |= {} if outcome.average is None else {AVERAGE: outcome.average}
     return policy | ({} if outcome.critic is None else critic_bundles_of(outcome.critic))
 
 

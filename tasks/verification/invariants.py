@@ -16,12 +16,13 @@ from rheostat.infra.store.verify import stray_files, verify_store
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.credit.comparison import compare_rewards, read_total_rewards
 from rheostat.models.data.curriculum import DynamicSamplingState, give_back, take_rows
-from rheostat.models.records.versions import policy_of
+from rheostat.models.records.versions import AVERAGE, policy_of
 from rheostat.tasks.run.batch import Batch, iterations_without_rollouts
 from rheostat.tasks.run.dependencies import relayout_iteration
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import StageKey, iteration_key, reward_model_role
 from rheostat.tasks.run.ordered_reverts import recorded_revert_alarms, required_revert
+from rheostat.tasks.run.references import recorded_reset
 from rheostat.tasks.run.rescorings import (
     DerivedResult,
     list_derived_results,
@@ -93,7 +94,8 @@ def check_invariants(run: Run) -> list[str]:
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
         row_by_row = () if number in deleted else (check_rollouts, check_samples, check_credit)
-        for check in (check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state, _check_return):
+        of_policies = (_check_state, _check_average, _check_return)
+        for check in (check_prompts, _check_carry_over, _check_sampling, *row_by_row, *of_policies):
             problems += check(iteration)
     return [*problems, *check_derived(run)]
 
@@ -195,6 +197,14 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
     elif bool(states_of(update)) != is_due(run, iteration.number, every=every):
         statement = "names an optimizer state" if states_of(update) else "names no optimizer state"
         yield f"{update.key}: {statement}, with update.state_every {every} after version {iteration.number - 1}"
+
+
+def _check_average(iteration: Iteration) -> Iterator[str]:
+    """Check that each update names the moving average of the policies exactly if the next reference is one."""
+    update, is_average = iteration.update, recorded_reset(iteration.run, iteration.number).ema_decay is not None
+    if (AVERAGE in update.bundles) != is_average:
+        statement = "names no moving average" if is_average else "names a moving average"
+        yield f"{update.key}: {statement}, with ema_decay {'set' if is_average else 'not set'}"
 
 
 def _check_return(iteration: Iteration) -> Iterator[str]:

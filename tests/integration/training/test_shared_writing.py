@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,28 @@ def test_ranks_that_write_together_publish_the_bytes_that_one_rank_would_write(u
         assert min(shares) > 2
         assert max(shares) - min(shares) <= 1
     assert counts == {load_policy(fetch_bundle(open_store(f"{uri}/run"), policy.weights)).num_parameters()}
+
+
+def _publish_average(rank, ranks, port, uri, policy, config):
+    safetensors.MAX_FILE_SIZE = FILE_BYTES
+    worker = start_worker(uri, config, rank=rank, ranks=ranks, port=port)
+    outcome = worker.update(replace(update_work(uri, policy), ema_decay=0.75))
+    worker.sync([outcome.model.weights, outcome.average])
+    worker.close()
+    torch.save((outcome.model.weights, outcome.average), Path(uri, f"average-{rank}.pt"))
+
+
+def test_all_ranks_name_the_average_that_the_first_one_writes(uri, policy):
+    start_ranks(_publish_average, uri, policy, change(CONFIG, zero_stage=3))
+    results = [torch.load(Path(uri, f"average-{rank}.pt"), weights_only=False) for rank in (0, 1)]
+    assert results[0] == results[1]
+    store = open_store(f"{uri}/run")
+    trained, average, initial = (
+        load_policy(fetch_bundle(store, bundle)).state_dict() for bundle in (*results[0], policy.weights)
+    )
+    for name, tensor in average.items():
+        torch.testing.assert_close(tensor, 0.75 * initial[name] + 0.25 * trained[name], rtol=1e-6, atol=1e-8)
+    assert any(not torch.equal(tensor, initial[name]) for name, tensor in average.items())
 
 
 def _update_until_killed(rank, ranks, port, uri, policy, config, killed, moment):

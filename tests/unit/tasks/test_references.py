@@ -29,6 +29,7 @@ def make_run(path, **config):
         ({"update": {"kl": PENALTY}}, {"reset_every": 3}),
         ({"update": {"kl": {"kind": "k1", "reset_after_plateau": 4}}}, {"reset_after_plateau": 4}),
         ({"algorithm": {"kind": "grpo", "kl": PENALTY}}, {"reset_every": 3}),
+        ({"update": {"kl": {"kind": "k3", "ema_decay": 0.9}}}, {"ema_decay": 0.9}),
         ({"algorithm": {"kind": "target", "target": "a:B", "options": {"penalty": PENALTY}}}, {"reset_every": 3}),
         ({"update": {"kl": {"kind": "k3"}}, "algorithm": {"kind": "grpo"}}, {}),
         ({}, {}),
