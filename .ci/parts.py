@@ -93,6 +93,7 @@ class Suite:
                 process = subprocess.Popen(
                     ["bash", "-c", self.commands[name]],
                     cwd=ROOT,
+                    env={key: value for key, value in os.environ.items() if key != "ARGS"},  # the part's own ones
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

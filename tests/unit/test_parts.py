@@ -106,6 +106,13 @@ def test_every_file_with_system_tests_belongs_to_one_part_of_the_nightly_suite()
             assert sorted(found) == [0] * (len(names) - 1) + [1], file
 
 
+def test_parts_do_not_get_the_options_of_the_suite_from_make(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARGS", "--fresh")  # as `make nightly ARGS=--fresh` exports it
+    with start(f"echo [$ARGS] >{tmp_path}/options") as runner:
+        runner.communicate()
+    assert lines_of(tmp_path / "options") == ["[]"]
+
+
 def test_only_the_named_parts_run_and_an_unknown_part_is_refused(start, tmp_path):
     with start("true", "--only", "third", "first") as runner:
         output = runner.stdout.read()
