@@ -216,10 +216,8 @@ def describe_losses(trained: Manifest, noun: str = "pair") -> str:
         steps, share = format_count(metrics["heldout_labels"], "held-out step"), metrics["heldout_right"]
         heldout = f"; accuracy {metrics['heldout_accuracy']:.3f} on {steps}, of which {share:.1%} are right"
     elif "heldout_accuracy" in metrics:
-        right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
-        heldout = (
-            f"; accuracy {right:.3f} on {format_count(count, f'held-out {noun}')}, margin {metrics['heldout_margin']:.2f}"
-        )
+        right, count = metrics["heldout_accuracy"], format_count(metrics["heldout_pairs"], f"held-out {noun}")
+        heldout = f"; accuracy {right:.3f} on {count}, margin {metrics['heldout_margin']:.2f}"
     elif "heldout_loss" in metrics:
         heldout = f"; loss on {metrics['heldout_chats']:,.0f} held-out chats {metrics['heldout_loss_first']:.3f} before"
         heldout += f", {metrics['heldout_loss']:.3f} after"
