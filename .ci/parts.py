@@ -61,12 +61,14 @@ class Suite:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_stopped: bool = False
 
-    def load(self) -> None:
-        """Take over the results of parts that passed with the same tree."""
+    def load(self, *, fresh: bool) -> None:
+        """Take over the results of parts that passed with the same tree. If `fresh`, the parts in lanes run again."""
         path = self.folder / "results.json"
         stored = json.loads(path.read_text()) if path.exists() else {}
         if stored.get("tree") == self.tree:
-            self.results = {name: result for name, result in stored["parts"].items() if result["passed"]}
+            repeated = {name for lane in self.lanes for name in lane} if fresh else ()
+            passed = {name: result for name, result in stored["parts"].items() if result["passed"]}
+            self.results = {name: result for name, result in passed.items() if name not in repeated}
 
     def save(self) -> None:
         """Write the results; a kill leaves either the old or the new file."""
@@ -172,8 +174,7 @@ def main() -> int:
         parser.error(f"unknown part {unknown[0]!r}: expected {', '.join(suite.commands)}")
     if options.only:
         suite.lanes = [[part for part in lane if part in options.only] for lane in suite.lanes]
-    if not options.fresh:
-        suite.load()
+    suite.load(fresh=options.fresh)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         threading.Thread(target=suite.stop).start()  # a handler must not wait for the lock of the thread it interrupts

@@ -51,15 +51,15 @@ def measure() -> Iterator[Table]:
 
 
 def _compare_ends(title: str, curves: Mapping[str, list[Curve]]) -> Table:
-    """Build a table of the solved shares before and after training without rollouts."""
+    """Build a table of the solved shares after training without rollouts. The only evaluation of such a run follows the
+    training."""
     rows = []
     for name, runs in curves.items():
         after = [run.after for run in runs]
-        before = fmean(run.before for run in runs)
-        rows.append((name, before, fmean(after), f"{min(after):.3f} to {max(after):.3f}"))
+        rows.append((name, fmean(after), f"{min(after):.3f} to {max(after):.3f}"))
     return Table(
         title=title,
-        columns=("", "before", "after", "after, over seeds"),
+        columns=("", "after", "after, over seeds"),
         rows=tuple(rows),
         notes=("held-out problems, greedy decoding",),
     )

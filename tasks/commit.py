@@ -130,8 +130,9 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
         bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)
     }
     used |= {weights.key for _, weights in references}
-    doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
-    before_reset = _references_of(run, range(max(1, loadable), loadable + 1))
+    before = newest_with_state(run, max(0, loadable - 1))
+    doubtful_versions = {newest.start - 1, before} - {-1}
+    before_reset = _references_of(run, range(max(1, min(loadable, before + 1)), loadable + 1))
     doubtful_versions |= {version for version, _ in before_reset}
     doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
     retired = dict(progress.postponed_bundles)

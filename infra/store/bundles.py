@@ -83,9 +83,10 @@ def publish_bundle(
     prefix: str,
     written_files: Mapping[str, BundledFile] = MappingProxyType({}),
     durable: bool = True,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> BundleRef:
     """Store a directory as a bundle and return its reference. Equal files always give equal references. `prefix` is the
-    first part of the key.
+    first part of the key. `on_progress` is called after each part of a large upload.
 
     Files in the store's scratch directory are moved, and other files are copied. bundle.json is written last, because a
     bundle without bundle.json does not exist. A damaged file under the same key is replaced. If `durable` is False, the
@@ -94,7 +95,7 @@ def publish_bundle(
     contents = describe_bundle(directory, written_files=written_files)
     ref = contents.ref(prefix)
     for name in contents.files:
-        put_bundle_file(store, ref, contents, name, directory / name, durable=durable)
+        put_bundle_file(store, ref, contents, name, directory / name, durable=durable, on_progress=on_progress)
     complete_put_bundle(store, ref, contents, durable=durable)
     return ref
 

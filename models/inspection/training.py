@@ -1,6 +1,8 @@
 """Checks of the models that a run trains or trains with: the policy, the critic and the teacher, and the memory of the
 update ranks."""
 
+from pathlib import Path
+
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.inputs import fetch_path
 from rheostat.infra.variants import check_implementation
@@ -10,12 +12,13 @@ from rheostat.models.config.attention import check_attention
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy import PolicySource
+from rheostat.models.config.policy import DirectoryPolicy, PolicySource
 from rheostat.models.config.policy_losses import PolicyLoss
 from rheostat.models.config.teachers import Teacher, encode_value
 from rheostat.models.inspection.facts import InputFacts
 from rheostat.models.inspection.images import check_teacher_images
 from rheostat.models.inspection.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
+from rheostat.models.inspection.plain import read_plain
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
 """Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
@@ -47,10 +50,23 @@ def check_policy(policy: PolicySource, facts: InputFacts, where: str) -> CheckRe
     inputs.update.check_model(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, found.outline, shape)
+    penalties = (inputs.update.kl_penalty, inputs.algorithm.reward_kl)
+    is_averaged = any(each is not None and each.ema_decay for each in penalties)
+    if is_averaged and isinstance(policy, DirectoryPolicy) and not (inputs.warmup or inputs.dpo):
+        check_averages(fetch_path(policy.path))
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens is {new_tokens}"
         raise BadInput(f"{key}, but the policy's context is {shape.context_text}, so no prompt fits. Lower the key.")
     return CheckResult(facts=found.sizes())
+
+
+def check_averages(directory: Path) -> None:
+    """Raise BadInput if the weights of the initial policy cannot be averaged with those of later policies. Nothing is
+    imported for a directory of a usual form."""
+    if read_plain(directory) is None:
+        from rheostat.models.training.moving_average import check_initial_policy
+
+        check_initial_policy(directory)
 
 
 def check_denoising(denoising: DenoisingConfig, facts: InputFacts, where: str) -> None:

@@ -6,6 +6,7 @@ library.
 """
 
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -136,6 +137,15 @@ def save_pretrained(
         weights = None if state is None else dict(state)
         model.save_pretrained(directory, state_dict=weights, max_shard_size=MAX_FILE_SIZE)
     return {path.name: file for path, file in write_share(files, share=share, on_progress=on_progress).items()}
+
+
+def list_saved_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `save_pretrained` writes for a model, by name. The model may be on the
+    `meta` device."""
+    files: dict[Path, TensorFile] = {}
+    with tempfile.TemporaryDirectory() as directory, _replace_writer(model, Path(directory), files):
+        model.save_pretrained(directory, max_shard_size=MAX_FILE_SIZE)
+    return {name: tuple(each.shape) for file in files.values() for name, each in file.tensors.items()}
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
 """Exponential moving average of the policies of a run, which is the reference of a KL penalty with `ema_decay`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import BundledFile, BundleRef, fetch_bundle, publish_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.staging import find_readable_store
+from rheostat.models.modeling.directory import meta_policy
+from rheostat.models.modeling.merging import is_adapter
+from rheostat.models.modeling.safetensors import list_saved_shapes
 from rheostat.models.modeling.weight_files import is_quantized
 from rheostat.models.modeling.weighted_sum import Outline, write_full_merge
 from rheostat.models.records.merges import MergeWork, Parent
@@ -35,7 +38,9 @@ def publish_average(
         with target.scratch() as scratch:
             written = write_average(new, old, scratch, decay=decay, on_progress=on_progress)
             prefix = policy.key.rpartition("/")[0]
-            bundle = publish_bundle(target, scratch, prefix=prefix, written_files=written, durable=put == "durable")
+            bundle = publish_bundle(
+                target, scratch, prefix=prefix, written_files=written, durable=put == "durable", on_progress=on_progress
+            )
     return BundleRef.model_validate_json(broadcast_bytes(bundle.model_dump_json().encode(), ranks))
 
 
@@ -48,23 +53,29 @@ def write_average(
     The average is stored in float32, because bfloat16 would round away the changes of an iteration if `decay` is close
     to 1. Raises BadInput if the files of the reference do not contain the tensors of the policy.
     """
-    reason = _find_difference(policy, reference)
-    if reason is not None:
-        raise BadInput(
-            f"ema_decay cannot be used with the files of the reference in {reference}, because {reason}. Use "
-            "reset_every, or load the initial policy with transformers and save it again with save_pretrained"
-        )
+    _require_tensors(reference, {name: each.shape for name, (_, each) in Outline.read(policy).files.items()})
     parents = (Parent("policy", policy, 1 - decay), Parent("reference", reference, decay))
     return write_full_merge(MergeWork(parents, target, dtype="float32"), on_progress=on_progress)
 
 
-def _find_difference(policy: Path, reference: Path) -> str | None:
-    """Return why the files of the reference cannot be averaged with those of the policy, or None if they can. Tensors
-    that only the reference has, such as a tied head in an imported model, are ignored."""
-    if is_quantized(reference):
-        return "they are quantized"
-    tensors, own_tensors = (Outline.read(each).files for each in (policy, reference))
-    for name, (_, outline) in tensors.items():
-        if name not in own_tensors or own_tensors[name][1].shape != outline.shape:
-            return f"they do not contain the policy's tensor {name} with the shape {outline.shape}"
-    return None
+def check_initial_policy(directory: Path) -> None:
+    """Raise BadInput if the weights of the initial policy cannot be averaged with those of its later versions."""
+    if not is_adapter(directory):  # adapters are merged into a model that is saved again
+        _require_tensors(directory, list_saved_shapes(meta_policy(directory)))
+
+
+def _require_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise BadInput if a model directory is quantized or lacks a tensor of a policy with these tensors. Tensors that
+    only the directory has, such as a tied head in an imported model, are ignored."""
+    stored, reason = Outline.read(directory).files, ""
+    for name, shape in shapes.items():
+        if name not in stored or stored[name][1].shape != shape:
+            reason = f"they do not contain the tensor {name} with the shape {shape}, which the trained policy has"
+            break
+    if is_quantized(directory):
+        reason = "they are quantized"
+    if reason:
+        raise BadInput(
+            f"ema_decay cannot be used with the files in {directory}, because {reason}. Load the initial policy with "
+            "transformers, save it again with save_pretrained, and start a new run with it. Or use reset_every"
+        )

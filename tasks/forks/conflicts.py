@@ -7,6 +7,7 @@ from typing import Final
 from rheostat.infra.config import changed_keys
 from rheostat.infra.errors import BadInput, Damaged
 from rheostat.infra.store.runs import Run
+from rheostat.models.records.versions import AVERAGE
 from rheostat.tasks.auxiliary import find_stored_teachers
 from rheostat.tasks.config.run import LAYOUT, RunConfig
 from rheostat.tasks.forks.sharing import StoredBundles
@@ -148,7 +149,9 @@ def _find_missing_policy(run: Run, number: int, config: RunConfig, stored: Store
         return f"policy {reference} is not stored, which is the reference of the KL penalty ({rule})"
     if config.revert_alarms and number:
         before = number - 1
-        if not _has_weights(run, before, stored) or updates_since_state(run, before)[1]:
+        restored = select_reference(policy_after(run, before), config.reference_reset)
+        has_all = _has_weights(run, before, stored) and stored.has(restored.weights)
+        if not has_all or updates_since_state(run, before)[1]:
             return f"policy {before} is not stored, to which an alarm would revert"
     return None
 
@@ -157,4 +160,5 @@ def _has_weights(run: Run, number: int, stored: StoredBundles) -> bool:
     manifests = [policy_after(run, number)]
     with suppress(Damaged):  # there is no critic
         manifests.append(critic_after(run, number))
-    return all(stored.has(ref) for each in manifests for name, ref in each.bundles.items() if name not in STATES)
+    others = (*STATES, AVERAGE)  # moving averages are checked where they are needed
+    return all(stored.has(ref) for each in manifests for name, ref in each.bundles.items() if name not in others)

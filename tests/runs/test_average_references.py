@@ -1,5 +1,6 @@
 """Runs whose KL penalty measures the divergence from an exponential moving average of the policies (`ema_decay`)."""
 
+import json
 import shutil
 
 import pytest
@@ -15,7 +16,8 @@ from rheostat.infra.store.copies import copy_run
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import open_run
 from rheostat.models.config.divergence import ReferenceReset
-from rheostat.models.training.moving_average import write_average
+from rheostat.models.training.moving_average import check_initial_policy, write_average
+from rheostat.tasks import commit
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.references import reference_iteration, select_reference
 from rheostat.tasks.run.reverts import policy_after, revert_key
@@ -163,6 +165,27 @@ def test_a_penalty_in_the_reward_is_computed_from_the_average_and_old_averages_a
     assert verify_run(str(job.store), "tiny") == []
 
 
+def test_averages_whose_deletion_was_interrupted_are_deleted_after_a_restart(tmp_path, prefect_api, monkeypatch):
+    job, options = InProcessJob(tmp_path, prefect_api), (*IN_LOSS, "update.state_every=4", "retention.keep_last=2")
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+
+        def retire(run, bundles, original=commit.retire_bundles):
+            if len(bundles) > 2:
+                patch.setattr(commit, "bundles_in_use", interrupt)  # called after the tombstones are written
+            return original(run, bundles)
+
+        def interrupt(store):
+            raise InterruptedError
+
+        patch.setattr(commit, "retire_bundles", retire)
+        job.train(*options, "iterations=6")
+    job.train(*options, "iterations=8")
+    run = run_of(job)
+    kept = [number for number in range(1, 9) if has_bundle(run.store, policy_after(run, number).bundles["reference"])]
+    assert kept == [4, 5, 6, 7, 8], "the optimizer state after iteration 4 is the newest one that is surely stored"
+
+
 # ---- one average
 
 
@@ -209,3 +232,29 @@ def test_references_without_the_tensors_of_the_policy_are_refused(tmp_path):
     save_file(tensors, reference / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(BadInput, match=r"ema_decay .*model\.norm\.weight.*reset_every"):
         write_average(policy, reference, tmp_path, decay=0.5)
+
+
+def write_gpt2(directory):
+    """Write a small GPT-2 whose tensors have the names of the original files, without the prefix of the decoder."""
+    write_policy(directory, "gpt2")
+    tensors = load_file(directory / WEIGHTS)
+    renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("fault", ["other names", "quantized"])
+def test_an_initial_policy_that_cannot_be_averaged_is_refused_before_the_run_begins(tmp_path, prefect_api, fault):
+    write_policy(tmp_path / "saved", "gpt2")
+    check_initial_policy(tmp_path / "saved")
+    if fault == "other names":
+        write_gpt2(tmp_path / "policy")
+    else:
+        write_policy(tmp_path / "policy")
+        config = json.loads((tmp_path / "policy/config.json").read_text())
+        quantized = config | {"quantization_config": {"quant_method": "fp8", "dequantize": True}}
+        (tmp_path / "policy/config.json").write_text(json.dumps(quantized))
+    job = InProcessJob(tmp_path / "job", prefect_api)
+    with pytest.raises(BadInput, match=r"ema_decay .*(transformer\.|quantized).*save_pretrained"):
+        job.train(*IN_LOSS, "policy.kind=directory", f"policy.path={tmp_path}/policy", "warmup=")
+    assert not job.run.exists()

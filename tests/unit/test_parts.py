@@ -120,6 +120,13 @@ def test_only_the_named_parts_run_and_an_unknown_part_is_refused(start, tmp_path
     assert output.splitlines()[-1].startswith("two: 2 of 2 parts passed")
     assert lines_of(tmp_path / "starts-first") == ["started"]
     assert not (tmp_path / "starts-second").exists()
+    with start("true") as runner:
+        runner.communicate()
+    with start("true", "--fresh", "--only", "first") as runner:  # which keeps the results of the other parts
+        runner.communicate()
+    with start("true") as runner:
+        runner.communicate()
+    assert [len(lines_of(tmp_path / f"starts-{name}")) for name in ("first", "second", "third")] == [2, 1, 1]
     with start("true", "--only", "fourth") as runner:
         runner.stdout.read()
     assert runner.returncode == 2
