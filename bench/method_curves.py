@@ -1,4 +1,4 @@
-"""Results of training on a teacher, on preference pairs and on finished images, with the same start and budget on three
+"""Results of training on preference pairs, on finished images and on a teacher, with the same start and budget on three
 seeds."""
 
 import sys
@@ -39,8 +39,7 @@ IMAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def measure() -> Iterator[Table]:
-    """Train with each method on every seed, and yield a table for teachers, for preference pairs and for images."""
-    yield table(f"Teachers on the demo's problems, {len(SEEDS)} seeds", train_curves(TEACHERS, None))
+    """Train with each method on every seed, and yield a table for preference pairs, for images and for teachers."""
     yield _compare_ends(f"Preference pairs of the demo's problems, {len(SEEDS)} seeds", train_curves(PAIRS, None))
     curves: dict[str, list[Curve]] = {name: [] for name in IMAGES}
     for seed in SEEDS:
@@ -48,6 +47,7 @@ def measure() -> Iterator[Table]:
             curves[name].append(run_curve(PAINT, (f"seed={seed}", *overrides), term="painting"))
             sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
     yield table(f"The image demo, {len(SEEDS)} seeds", curves)
+    yield table(f"Teachers on the demo's problems, {len(SEEDS)} seeds", train_curves(TEACHERS, None))
 
 
 def _compare_ends(title: str, curves: Mapping[str, list[Curve]]) -> Table:
