@@ -35,6 +35,11 @@ class PolicySource(Variant):
         warm-up."""
         return None
 
+    @property
+    def copied_model(self) -> ModelLocation | None:
+        """Location of the language model whose files become the initial policy, or None if new files are written."""
+        return None
+
     def with_path(self, path: ModelLocation) -> "DirectoryPolicy | DiffusionPolicy":
         """Return a source of the same type (text or text-to-image) that reads a trained policy from the directory
         `path`."""
@@ -97,6 +102,11 @@ class DirectoryPolicy(PolicySource):
     context: Annotated[Positive | None, Since("0.2.0", before=None)] = None
     """Maximum sequence length in tokens, for models such as Bloom whose config.json contains no limit. Stored as
     `max_position_embeddings` in the run's copy of the policy."""
+
+    @property
+    def copied_model(self) -> ModelLocation | None:
+        """Location of the model."""
+        return self.path
 
 
 class MergeParent(Settings):

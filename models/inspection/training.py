@@ -12,7 +12,7 @@ from rheostat.models.config.attention import check_attention
 from rheostat.models.config.checks import CheckResult
 from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
-from rheostat.models.config.policy import DirectoryPolicy, PolicySource
+from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.policy_losses import PolicyLoss
 from rheostat.models.config.teachers import Teacher, encode_value
 from rheostat.models.inspection.facts import InputFacts
@@ -52,8 +52,8 @@ def check_policy(policy: PolicySource, facts: InputFacts, where: str) -> CheckRe
     check_attention(inputs.update.attention, found.outline, shape)
     penalties = (inputs.update.kl_penalty, inputs.algorithm.reward_kl)
     is_averaged = any(each is not None and each.ema_decay for each in penalties)
-    if is_averaged and isinstance(policy, DirectoryPolicy) and not (inputs.warmup or inputs.dpo):
-        check_averages(fetch_path(policy.path))
+    if is_averaged and policy.copied_model is not None and not (inputs.warmup or inputs.dpo):
+        check_averages(fetch_path(policy.copied_model))
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens is {new_tokens}"
         raise BadInput(f"{key}, but the policy's context is {shape.context_text}, so no prompt fits. Lower the key.")
