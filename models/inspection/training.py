@@ -18,7 +18,6 @@ from rheostat.models.config.teachers import Teacher, encode_value
 from rheostat.models.inspection.facts import InputFacts
 from rheostat.models.inspection.images import check_teacher_images
 from rheostat.models.inspection.memory import MicrobatchSizes, critic_bytes, frozen_model_bytes, peak_bytes
-from rheostat.models.inspection.plain import read_plain
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
 """Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
@@ -61,8 +60,10 @@ def check_policy(policy: PolicySource, facts: InputFacts, where: str) -> CheckRe
 
 
 def check_averages(directory: Path) -> None:
-    """Raise BadInput if the weights of the initial policy cannot be averaged with those of later policies. Nothing is
-    imported for a directory of a usual form."""
+    """Raise BadInput if the weights of the initial policy cannot be averaged with those of later policies. torch
+    is not imported for a directory of a usual form."""
+    from rheostat.models.inspection.plain import read_plain
+
     if read_plain(directory) is None:
         from rheostat.models.training.moving_average import check_initial_policy
 
