@@ -9,12 +9,12 @@ from bench.curves import CONFIGS, SEEDS, Curve, Recipe, run_curve, table, train_
 from bench.tables import Table
 
 DISTILL = CONFIGS / "distill.toml"
-TEACHER = ("algorithm.distillation.teacher.path={teacher}",)
+WITH_TEACHER = ("algorithm.distillation.teacher.path={teacher}",)
 TEACHERS: Mapping[str, Recipe] = {
-    "log-prob of the sampled token": Recipe(TEACHER, DISTILL),
-    "reverse KL over 64 tokens": Recipe((*TEACHER, "algorithm.distillation.top_k={tokens=64}"), DISTILL),
+    "log-prob of the sampled token": Recipe(WITH_TEACHER, DISTILL),
+    "reverse KL over 64 tokens": Recipe((*WITH_TEACHER, "algorithm.distillation.top_k={tokens=64}"), DISTILL),
     "forward KL over 64 tokens": Recipe(
-        (*TEACHER, "algorithm.distillation.top_k={tokens=64, direction='forward'}"), DISTILL
+        (*WITH_TEACHER, "algorithm.distillation.top_k={tokens=64, direction='forward'}"), DISTILL
     ),
 }
 PAIRS: Mapping[str, Recipe] = {

@@ -13,6 +13,8 @@ from email.utils import format_datetime, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+from rheostat.infra.store import bucket
+
 ERRORS = ("500", "503", "403")
 """Answers of the proxy itself. The server does not receive the request."""
 FAULTS = (*ERRORS[:2], "lost answer", "500 after", "duplicate", "cut answer", "cut request", "slow")
@@ -166,9 +168,12 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
     server.handle_error = lambda *_: None  # clients are killed in the middle of requests
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
+    address = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield f"http://127.0.0.1:{server.server_port}", weather
+        yield address, weather
     finally:
         server.shutdown()
         serving.join()
         server.server_close()
+        for known in [each for each in bucket._quotes if urlsplit(each[0]).netloc == urlsplit(address).netloc]:
+            del bucket._quotes[known]  # a later server may get the same port
