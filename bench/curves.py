@@ -21,6 +21,8 @@ TEACHER = "warmup.worked_answer_fraction=1"
 """Override with which the warmed-up policy is a teacher, which solves nearly all problems."""
 COLORS = 10
 """Number of colors in matplotlib's color cycle. Curves after this number reuse the colors with dashed lines."""
+SHADED = 4
+"""Largest number of recipes for which a plot shades the range over seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,8 @@ def pairs_table(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
     """Plot each recipe's share of correct rollouts over the iterations, and save the plot to `path`.
 
-    A line shows the mean over seeds, and a lighter area shows the range over seeds.
+    A line shows the mean over seeds. With few recipes, a lighter area shows the range over seeds; areas of many recipes
+    would cover each other.
     """
     from matplotlib.figure import Figure
 
@@ -216,7 +219,8 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
         numbers = range(1, len(columns) + 1)
         color, style = f"C{place % COLORS}", "-" if place < COLORS else "--"
         axes.plot(numbers, [fmean(column) for column in columns], color=color, linestyle=style, label=name)
-        axes.fill_between(numbers, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.05)
+        if len(curves) <= SHADED:
+            axes.fill_between(numbers, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.1)
     axes.set(xlabel="iteration", ylabel="share of correct rollouts", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -24,6 +24,7 @@ RECIPES: Mapping[str, Recipe] = {
     "top-entropy tokens": Recipe(("update.top_entropy=0.2",)),
     "NLL of correct completions": Recipe(("update.positive_nll.coefficient=0.1",)),
     "KL, reference reset every 8 iterations": Recipe(("update.kl={kind='k3', coefficient=1e-2, reset_every=8}",)),
+    "KL, reference is a moving average": Recipe(("update.kl={kind='k3', coefficient=1e-2, ema_decay=0.9}",)),
     "512 problems": Recipe(("data.options.train_problems=512",)),
     "512 problems, curriculum": Recipe(("rollout.curriculum={candidates=2}", "data.options.train_problems=512")),
 }

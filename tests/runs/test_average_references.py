@@ -165,6 +165,7 @@ def test_a_penalty_in_the_reward_is_computed_from_the_average_and_old_averages_a
     assert verify_run(str(job.store), "tiny") == []
 
 
+@pytest.mark.thorough
 def test_averages_whose_deletion_was_interrupted_are_deleted_after_a_restart(tmp_path, prefect_api, monkeypatch):
     job, options = InProcessJob(tmp_path, prefect_api), (*IN_LOSS, "update.state_every=4", "retention.keep_last=2")
 

@@ -143,6 +143,7 @@ def test_a_fork_and_a_what_if_run_with_equal_settings_are_not_taken_for_each_oth
         request_fork(store, "tiny@0", "plain", overrides=OURS, is_what_if=True)
 
 
+@pytest.mark.thorough
 def test_scores_of_a_fork_that_were_computed_with_earlier_rewards_are_computed_again(job):
     with job.prefect():
         from rheostat.flows.fork import fork
