@@ -58,7 +58,6 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Compute per-token scores by the reference model, the critic and the teacher on the update ranks, for all
     completions that the credit stage reads. They include surplus groups (left over from the previous iteration)."""
     needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
-    reference = iteration.reference if needs.reference else None
     critic = iteration.critic if needs.critic else None
     stored = find_stored_teachers(open_run.settings)
     teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
@@ -68,13 +67,19 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     builds = any(each.builds_prompts for each in sources)
     reads_scores = any(each.privileged is not None and SOLUTION in each.privileged.fields for each in sources)
     prompts = iteration.prompts if specialists or builds else None
-    versions = [policy_of(teachers[index]) if index in teachers else None for index in range(1 + len(specialists))]
+    averaged = {
+        index for index, each in enumerate(sources) if each.privileged is not None and each.privileged.ema_decay
+    }
+    reference = iteration.reference if needs.reference or averaged else None
+    models_by_teacher = {index: policy_of(manifest) for index, manifest in teachers.items()}
+    models_by_teacher |= dict.fromkeys(averaged, iteration.reference_model)
+    versions = [models_by_teacher.get(index) for index in range(1 + len(specialists))]
     work = EstimateWork(
         iteration=iteration.number,
         shards=scored.shards,
         media=iteration.media,
         policy=policy_of(policy),
-        reference=None if reference is None else iteration.reference_model,
+        reference=iteration.reference_model if needs.reference else None,
         critic=None if critic is None else critic_of(critic),
         teacher=versions[0],
         specialists=tuple(versions[1:]),

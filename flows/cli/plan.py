@@ -373,7 +373,8 @@ def _describe_teacher(config: RunConfig, facts: dict[str, float]) -> dict[str, s
         if endpoint is not None:
             lines[name] = f"endpoint, {endpoint.base_url}"
         elif teacher.privileged is not None:
-            lines[name] = f"policy with a privileged prompt ({', '.join(teacher.privileged.fields)})"
+            average = "moving average of the policy, " if teacher.privileged.ema_decay else ""
+            lines[name] = f"{average or 'policy '}with a privileged prompt ({', '.join(teacher.privileged.fields)})"
         else:
             assert directory is not None, "a teacher is here or elsewhere"
             lines[name] = f"{size}, {format_path(directory.path)}, {place}"

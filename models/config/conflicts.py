@@ -7,6 +7,7 @@ of them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rheostat.infra.config import PoolsConfig
 from rheostat.models.config.algorithms import Algorithm
@@ -17,6 +18,7 @@ from rheostat.models.config.engines import EngineSettings
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.preferences import PreferencesConfig
+from rheostat.models.config.references import find_reference_rules
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.rollout import RolloutConfig
 from rheostat.models.config.training import DpoConfig, WarmupConfig
@@ -84,17 +86,7 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             f"update.sequence_parallel is {job.update.sequence_parallel}, but it must be a divisor of "
             f"pools.update_ranks, which is {job.pools.update_ranks}"
         )
-    for key, penalty in (("update.kl", job.update.kl_penalty), ("algorithm.kl", job.algorithm.reward_kl)):
-        if penalty is not None and penalty.rule_key and job.update.lora is not None:
-            yield (
-                f"{key}.{penalty.rule_key} cannot be combined with update.lora, because the reference is computed "
-                "without adapters. Remove one of them"
-            )
-        if penalty is not None and penalty.ema_decay and job.rollout.denoising is not None:
-            yield (
-                f"{key}.ema_decay cannot be combined with rollout.denoising, because only the weights of language "
-                f"models can be averaged. Use {key}.reset_every, or remove {key}.ema_decay"
-            )
+    yield from _find_reference_conflicts(job)
     if job.update.masks_low_entropy and job.update.loss.selection is not None:
         yield (
             f"update.top_entropy cannot be combined with update.loss.kind = {job.update.loss.label!r}, because it "
@@ -119,6 +111,29 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             yield (
                 f"{setting} cannot be combined with rollout.environment, because the teacher's prompt is built from "
                 "the problem and replaces only one prompt. Use another teacher, or remove rollout.environment"
+            )
+
+
+def _find_reference_conflicts(job: JobParts) -> Iterator[str]:
+    """Yield one message for each rule of a changing reference that does not fit the other settings or rules."""
+    rules = find_reference_rules(job.update, job.algorithm)
+    for key, rule in rules.items():
+        if rule.rule_key and job.update.lora is not None:
+            yield (
+                f"{key}.{rule.rule_key} cannot be combined with update.lora, because the reference is computed without "
+                "adapters. Remove one of them"
+            )
+        if rule.ema_decay and job.rollout.denoising is not None:
+            yield (
+                f"{key}.ema_decay cannot be combined with rollout.denoising, because only the weights of language "
+                f"models can be averaged. Use {key}.reset_every, or remove {key}.ema_decay"
+            )
+    for (first, rule), (second, other) in pairwise(rules.items()):
+        if other.ema_decay is not None and rule != other:
+            yield (
+                f"{second}.ema_decay is {other.ema_decay:g}, but {first} has "
+                f"{'no moving average' if rule.ema_decay is None else f'the decay {rule.ema_decay:g}'}, and a run "
+                f"has one reference. Set both to the same ema_decay, or remove one of them"
             )
 
 

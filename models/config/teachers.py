@@ -125,9 +125,9 @@ class TeacherEndpoint(Endpoint, Teacher):
 
 
 class TeacherPolicy(Teacher):
-    """Policy before the update of the iteration, which reads a prompt with privileged information, such as the
-    reference answer, instead of the student's prompt (self-distillation: SDFT, arXiv 2601.19897; SDPO, arXiv
-    2601.20802)."""
+    """Policy before the update of the iteration, or a moving average of the policies, which reads a prompt with
+    privileged information, such as the reference answer, instead of the student's prompt (self-distillation: SDFT,
+    arXiv 2601.19897; SDPO, arXiv 2601.20802)."""
 
     checks = {"policy": "rheostat.models.inspection.teacher_prompts:check_policy_teacher"}
 
@@ -140,6 +140,12 @@ class TeacherPolicy(Teacher):
     min_reward: float = 1.0
     """Minimum total reward of a completion that replaces `{solution}`. If a group has no such completion, the teacher
     reads the student's prompt."""
+    ema_decay: Annotated[float | None, Field(gt=0, lt=1), Since("0.2.0", before=None)] = None
+    """Decay d of an exponential moving average of the weights of the policies, with which the teacher computes: the
+    teacher of iteration 1 is the initial policy, and the teacher of iteration i + 1 is d x the teacher of iteration i +
+    (1 - d) x the policy after iteration i, in float32. If not set, the teacher has the weights of the policy before the
+    update. A run stores one moving average, so penalties and teachers with a moving average must have the same
+    decay."""
 
     @property
     def privileged(self) -> "TeacherPolicy":

@@ -14,6 +14,7 @@ from rheostat.models.config.denoising import DenoisingConfig
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicySource
 from rheostat.models.config.policy_losses import PolicyLoss
+from rheostat.models.config.references import find_reference_rules
 from rheostat.models.config.teachers import Teacher, encode_value
 from rheostat.models.inspection.facts import InputFacts
 from rheostat.models.inspection.images import check_teacher_images
@@ -49,8 +50,7 @@ def check_policy(policy: PolicySource, facts: InputFacts, where: str) -> CheckRe
     inputs.update.check_model(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, found.outline, shape)
-    penalties = (inputs.update.kl_penalty, inputs.algorithm.reward_kl)
-    is_averaged = any(each is not None and each.ema_decay for each in penalties)
+    is_averaged = any(each.ema_decay for each in find_reference_rules(inputs.update, inputs.algorithm).values())
     if is_averaged and policy.copied_model is not None and not (inputs.warmup or inputs.dpo):
         check_averages(fetch_path(policy.copied_model))
     if new_tokens >= shape.context:
@@ -107,16 +107,17 @@ def check_critic(algorithm: Algorithm, facts: InputFacts, where: str) -> CheckRe
 
 def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResult | None:
     """Check that the teacher can score the policy's tokens, and return the size of the largest teacher so far, because
-    a rank has only one teacher in memory at a time. Return None for a teacher that is the policy itself, which is
-    checked elsewhere."""
-    if teacher.privileged is not None:
-        return None
-    from rheostat.models.inspection import other_models
-
+    a rank has only one teacher in memory at a time. Return None for a teacher behind an endpoint, and for one that is
+    the policy in memory. The prompts of a policy that is the teacher are checked elsewhere."""
     update, ranks = facts.inputs.update, facts.inputs.pools.update_ranks
-    longest, slices = facts.longest_tokens, update.sequence_parallel
-    model = other_models.check_teacher(teacher, facts.tokenizer, longest_tokens=longest, slices=slices, where=where)
-    check_teacher_images(teacher, facts.problems, facts.processor, limits=facts.inputs.data.pixels, where=where)
+    if teacher.privileged is not None:
+        model = facts.policy.outline if teacher.privileged.ema_decay else None
+    else:
+        from rheostat.models.inspection import other_models
+
+        longest, slices = facts.longest_tokens, update.sequence_parallel
+        model = other_models.check_teacher(teacher, facts.tokenizer, longest_tokens=longest, slices=slices, where=where)
+        check_teacher_images(teacher, facts.problems, facts.processor, limits=facts.inputs.data.pixels, where=where)
     if model is None:
         return None
     sizes = frozen_model_bytes(update, model, name="teacher", ranks=ranks)

@@ -153,10 +153,10 @@ def load_auxiliary_models(
     if endpoint is not None:
         where, is_querying = fetch_bundle(store, work.policy.weights), models.ranks.reports_metrics
         forward = build_endpoint_forward(endpoint, directory=where, on_progress=on_progress, is_querying=is_querying)
-    elif [*distillation.teachers.values()][teacher].privileged is not None:
-        forward = build_model_forward(models.policy_as_teacher(), on_progress)
     elif version is not None:
         forward = build_model_forward(models.teacher(version), on_progress)
+    elif [*distillation.teachers.values()][teacher].privileged is not None:
+        forward = build_model_forward(models.policy_as_teacher(), on_progress)
     else:
         raise BadInput(f"iteration {work.iteration}: the work unit does not name the teacher's weights")
     return {**loaded, "teacher": forward}

@@ -28,6 +28,7 @@ from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig, ScratchPolicy
 from rheostat.models.config.preferences import PreferencesConfig
 from rheostat.models.config.promotion import PromotionConfig, SuiteConfig
+from rheostat.models.config.references import find_reference_rules
 from rheostat.models.config.retriever import RETRIEVERS
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.config.rollout import RolloutConfig
@@ -256,9 +257,8 @@ class RunConfig(Settings):
 
     @property
     def reference_reset(self) -> ReferenceReset:
-        """Rule by which the reference of the KL penalty is reset or averaged."""
-        penalties = (self.update.kl_penalty, self.algorithm.reward_kl)
-        return next((penalty.rule for penalty in penalties if penalty is not None), ReferenceReset())
+        """Rule by which the reference of the KL penalty is reset or averaged. A teacher may be the same average."""
+        return next(iter(find_reference_rules(self.update, self.algorithm).values()), ReferenceReset())
 
     @property
     def revert_alarms(self) -> tuple[Alarm, ...]:

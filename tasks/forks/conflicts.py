@@ -146,7 +146,7 @@ def _find_missing_policy(run: Run, number: int, config: RunConfig, stored: Store
     reference = reference_iteration(run, number + 1, config.reference_reset)
     if not stored.has(select_reference(policy_after(run, reference), config.reference_reset).weights):
         rule = config.reference_reset.rule_key
-        return f"policy {reference} is not stored, which is the reference of the KL penalty ({rule})"
+        return f"policy {reference} is not stored, which is the reference of the KL penalty or the teacher ({rule})"
     if config.revert_alarms and number:
         before = number - 1
         restored = select_reference(policy_after(run, before), config.reference_reset)

@@ -1,6 +1,6 @@
 """Reference model of each iteration, from which a KL penalty measures the divergence of the policy: the initial policy,
-the policy of the last reset, or a moving average of the policies. It depends only on stored results, so a resumed run
-uses the same one."""
+the policy of the last reset, or a moving average of the policies, which can also be a teacher. It depends only on
+stored results, so a resumed run uses the same one."""
 
 from collections.abc import Mapping
 from math import inf
@@ -13,12 +13,13 @@ from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.models.config.alarms import ROUNDING
 from rheostat.models.config.divergence import KlPenalty, ReferenceReset
+from rheostat.models.config.teachers import TeacherPolicy
 from rheostat.models.records.versions import AVERAGE, ModelVersion, policy_of
 from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
 
-ESTIMATORS: Final = get_args(KlPenalty.model_fields["kind"].annotation)
-"""Values of `kind` with which recorded settings are those of a KL penalty."""
+KINDS: Final = (*get_args(KlPenalty.model_fields["kind"].annotation), TeacherPolicy.model_fields["kind"].default)
+"""Values of `kind` with which recorded settings are those of a KL penalty or of a teacher that may be an average."""
 
 
 def recorded_reset(run: Run, number: int) -> ReferenceReset:
@@ -29,12 +30,12 @@ def recorded_reset(run: Run, number: int) -> ReferenceReset:
 
 
 def _find_reset(settings: JsonValue) -> ReferenceReset | None:
-    """Return the rule of the first KL penalty with a changing reference in recorded settings. All tables are searched,
-    because an algorithm of the user may have its KL penalty at any key."""
+    """Return the rule of the first KL penalty with a changing reference, or teacher that is an average, in recorded
+    settings. All tables are searched, because an algorithm of the user may have its KL penalty at any key."""
     if not isinstance(settings, Mapping):
         return None
     rule = {key: settings[key] for key in ReferenceReset.model_fields if settings.get(key) is not None}
-    if settings.get("kind") in ESTIMATORS and rule:
+    if settings.get("kind") in KINDS and rule:
         return read_recorded(ReferenceReset, rule)
     found = map(_find_reset, settings.values())
     return next((inner for inner in found if inner is not None), None)

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from rheostat.infra.store.bundles import fetch_bundle, has_bundle
 from rheostat.infra.store.copies import copy_run
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import open_run
+from rheostat.infra.store.shards import read_shard
 from rheostat.models.config.divergence import ReferenceReset
 from rheostat.models.training.moving_average import check_initial_policy, write_average
 from rheostat.tasks import commit
@@ -22,6 +24,7 @@ from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.references import reference_iteration, select_reference
 from rheostat.tasks.run.reverts import policy_after, revert_key
 from rheostat.tasks.verification.invariants import check_invariants, verify_run
+from tests.support.episodes import forward_logprobs
 from tests.support.in_process import InProcessJob, copy_job
 from tests.support.policies import write_policy
 from tests.support.whole_runs import check_same_run, copy_until
@@ -185,6 +188,33 @@ def test_averages_whose_deletion_was_interrupted_are_deleted_after_a_restart(tmp
     run = run_of(job)
     kept = [number for number in range(1, 9) if has_bundle(run.store, policy_after(run, number).bundles["reference"])]
     assert kept == [4, 5, 6, 7, 8], "the optimizer state after iteration 4 is the newest one that is surely stored"
+
+
+def test_a_teacher_is_the_average_of_the_policies_and_reads_its_own_prompt(tmp_path, prefect_api):
+    teacher = f"{{kind='policy', template='{{prompt}}', ema_decay={DECAY}}}"
+    options = ("iterations=3", KEEP_ALL, f"algorithm={{kind='grpo', distillation={{teacher={teacher}}}}}")
+    job = InProcessJob(tmp_path, prefect_api)
+    job.train(*options)
+    run = run_of(job)
+    for number in (1, 2, 3):
+        iteration = Iteration(run, number)
+        model = select_reference(policy_after(run, number - 1), ReferenceReset(ema_decay=DECAY))
+        estimates = run.require(f"it-000{number}/estimates")
+        table = read_shard(run.store, iteration.scored_rollouts().shards[0].rollouts)
+        stored = read_shard(run.store, estimates.shards[0])
+        directory = fetch_bundle(run.store, model.weights)
+        rows = zip(stored["teacher"].to_pylist(), stored["policy"].to_pylist(), strict=True)
+        for (teacher_T, policy_T), (expected_T, _) in zip(rows, forward_logprobs(directory, table), strict=True):
+            np.testing.assert_allclose(teacher_T, expected_T, atol=1e-4)
+            assert (teacher_T == policy_T) == (number == 1)
+        parents = {policy_after(run, each).digest for each in range(number)} & {*estimates.parents}
+        assert parents == {policy_after(run, number - 1).digest}
+    check_average(run, 3)
+    resumed = InProcessJob(tmp_path / "resumed", prefect_api)
+    copy_until(job.run, resumed.run, iteration=2)
+    resumed.train(*options)
+    check_same_run(resumed.run, job.run)
+    assert verify_run(str(job.store), "tiny") == []
 
 
 # ---- one average
