@@ -41,7 +41,8 @@ class Accuracy(Settings):
     mean: float
     """Mean of the first reward term. If the term is 0 or 1, this is the fraction of solved problems."""
     low: float
-    """Lower end of the 95% confidence interval. If the term is 0 or 1, this is Wilson's interval."""
+    """Lower end of the 95% confidence interval. If the term is 0 or 1, this is Wilson's interval for one completion per
+    problem, and otherwise the normal interval limited to 0 to 1."""
     high: float
     """Upper end of the 95% confidence interval."""
     samples: int = Field(default=1, exclude_if=lambda samples: samples == 1)
@@ -389,9 +390,11 @@ def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accur
     """Read the accuracy of an evaluation from the record of its last stage ("summary")."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
-    pass_rates = (
-        (int(match[1]), share) for name, share in summary.metrics.items() if (match := _PASS_AT.fullmatch(name))
-    )
+    pass_rates = {
+        int(match[1]): share for name, share in summary.metrics.items() if (match := _PASS_AT.fullmatch(name))
+    }
+    if pass_rates:  # every score is 0 or 1
+        low, high = max(low, 0.0), min(high, 1.0)
     return Accuracy(
         number=StageKey.parse(summary.key).evaluation,
         problems=problems,
@@ -400,5 +403,5 @@ def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accur
         high=high,
         samples=int(summary.metrics.get("samples", 1)),
         temperature=temperature,
-        pass_at=dict(sorted(pass_rates)),
+        pass_at=dict(sorted(pass_rates.items())),
     )

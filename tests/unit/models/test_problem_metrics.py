@@ -6,8 +6,9 @@ import pyarrow as pa
 import pytest
 
 from rheostat.infra.statistics import mean_interval, pass_at
+from rheostat.infra.store.manifests import Manifest
 from rheostat.models.rewards.scores import problem_metrics
-from rheostat.tasks.views.metrics import Accuracy
+from rheostat.tasks.views.metrics import Accuracy, accuracy_of
 
 
 def build_scores(*rows):
@@ -58,6 +59,16 @@ def test_the_interval_counts_problems_and_not_their_completions():
     low, high = mean_interval(4 * often["accuracy"], often["squares"], int(often["problems"]))
     assert (low, high) == mean_interval(4 * once["accuracy"], once["squares"], 4)
     assert (round(low, 3), round(high, 3)) == (0.15, 0.85)  # Wilson's of two in four
+
+
+@pytest.mark.parametrize("values", [(1, 0), (0, 1)])
+def test_the_interval_of_scores_of_0_and_1_is_limited_to_0_to_1(values):
+    """Seven problems have the mean 1 and one has 1/2, and the other way round."""
+    rows = [(row, [values[0]] * 2) for row in range(7)] + [(7, (0, 1))]
+    metrics = problem_metrics([build_scores(*rows)], "even", samples=2)
+    accuracy = accuracy_of(Manifest(key="eval-0000/summary", metrics=metrics))
+    low, high = mean_interval(8 * metrics["accuracy"], metrics["squares"], 8)
+    assert (low < 0) != (high > 1) and (accuracy.low, accuracy.high) == (max(low, 0), min(high, 1))
 
 
 def test_an_accuracy_names_the_samples_of_a_problem_if_there_are_several():
