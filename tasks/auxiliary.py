@@ -19,8 +19,7 @@ from rheostat.tasks.run.stages import run_once, stage
 def find_stored_teachers(settings: RunConfig) -> dict[int, TeacherDirectory]:
     """Return the configured distillation teachers whose models the run copies into the store, by their index in
     `Distillation.teachers`. Teachers that an endpoint serves, and the policy itself, are omitted."""
-    distillation = settings.algorithm.distillation
-    teachers = () if distillation is None else distillation.teachers.values()
+    teachers = settings.algorithm.teachers.values()
     return {index: local for index, each in enumerate(teachers) if (local := each.local_model) is not None}
 
 
@@ -29,9 +28,7 @@ async def make_teacher(open_run: OpenRun, index: int) -> Manifest:
     """Copy the model of one of `find_stored_teachers` into the run. Raises BadInput if its tokenizer does not match the
     policy's."""
     settings = open_run.settings
-    distillation = settings.algorithm.distillation
-    assert distillation is not None, "make_teacher needs a teacher that the run stores"
-    where = [*distillation.teachers][index]
+    where = [*settings.algorithm.teachers][index]
     base, prompts = open_run.run.require(BASE), open_run.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
     pixels = open_run.settings.data.pixels
@@ -61,19 +58,16 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     critic = iteration.critic if needs.critic else None
     stored = find_stored_teachers(open_run.settings)
     teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
-    distillation = open_run.settings.algorithm.distillation
-    specialists = () if distillation is None else distillation.specialists
-    sources = [] if distillation is None else [*distillation.teachers.values()]
+    sources = [*open_run.settings.algorithm.teachers.values()]
     builds = any(each.builds_prompts for each in sources)
-    reads_scores = any(each.privileged is not None and SOLUTION in each.privileged.fields for each in sources)
-    prompts = iteration.prompts if specialists or builds else None
-    averaged = {
-        index for index, each in enumerate(sources) if each.privileged is not None and each.privileged.ema_decay
-    }
+    privileged = {index: own for index, each in enumerate(sources) if (own := each.privileged) is not None}
+    reads_scores = any(SOLUTION in own.fields for own in privileged.values())
+    prompts = iteration.prompts if len(sources) > 1 or builds else None
+    averaged = [index for index, own in privileged.items() if own.ema_decay]
     reference = iteration.reference if needs.reference or averaged else None
     models_by_teacher = {index: policy_of(manifest) for index, manifest in teachers.items()}
     models_by_teacher |= dict.fromkeys(averaged, iteration.reference_model)
-    versions = [models_by_teacher.get(index) for index in range(1 + len(specialists))]
+    teacher, *specialists = (models_by_teacher.get(index) for index in range(max(1, len(sources))))
     work = EstimateWork(
         iteration=iteration.number,
         shards=scored.shards,
@@ -81,8 +75,8 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
         policy=policy_of(policy),
         reference=iteration.reference_model if needs.reference else None,
         critic=None if critic is None else critic_of(critic),
-        teacher=versions[0],
-        specialists=tuple(versions[1:]),
+        teacher=teacher,
+        specialists=tuple(specialists),
         prompts=None if prompts is None else prompts.shards[0],
         text_rules=open_run.settings.data.text_rules,
     )

@@ -158,8 +158,8 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
         "values of a critic": needs.critic and not has.critic,
         "log-probs of this teacher (algorithm.distillation)": needs.teacher
         and _teachers_of(own) != _teachers_of(terms.algorithm),
-        "this number of a teacher's most probable tokens (algorithm.distillation.top_k)": _top_k_of(terms.algorithm)
-        not in (0, _top_k_of(own)),
+        "this number of a teacher's most probable tokens (algorithm.distillation.top_k)": terms.algorithm.top_k
+        not in (0, own.top_k),
     }
     for what, is_wanting in wanting.items():
         if is_wanting:
@@ -173,12 +173,6 @@ def _teachers_of(algorithm: Algorithm) -> tuple[object, ...]:
     """Return the settings on which the stored log-probs of teachers depend. Empty if there is no teacher."""
     distillation = algorithm.distillation
     return () if distillation is None else (distillation.teacher, distillation.specialists)
-
-
-def _top_k_of(algorithm: Algorithm) -> int:
-    """Return the number of a teacher's most probable tokens for each token that the algorithm needs."""
-    distillation = algorithm.distillation
-    return 0 if distillation is None or distillation.top_k is None else distillation.top_k.tokens
 
 
 def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:

@@ -84,7 +84,6 @@ def _list_parts(inputs: Inputs) -> list[Part]:
     """Return the parts of a configuration, in the order in which each stage checks them: cheap checks before dear ones,
     and checks after the ones whose numbers they use."""
     rollout, algorithm = inputs.rollout, inputs.algorithm
-    teachers = {} if algorithm.distillation is None else algorithm.distillation.teachers
     dialogue = None if rollout.environment is None else rollout.environment.dialogue
     parts = [
         ("update.loss", inputs.update.loss),
@@ -99,7 +98,7 @@ def _list_parts(inputs: Inputs) -> list[Part]:
         ("update", inputs.update),
         *_list_rewards(inputs.scoring),
         ("algorithm", algorithm),
-        *teachers.items(),
+        *algorithm.teachers.items(),
         ("preferences", inputs.preferences),
         ("rollout.environment.model", None if dialogue is None else dialogue.model),
         ("promotion.suites", inputs.checked),
@@ -118,9 +117,7 @@ def _list_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> list
 def _is_repeatable(inputs: Inputs, parts: Sequence[Part]) -> bool:
     """Return whether the result of a check may be cached, because no environment, user's class or teacher endpoint
     affects it."""
-    distillation = inputs.algorithm.distillation
-    teachers = () if distillation is None else distillation.teachers.values()
-    asks = any(teacher.endpoint is not None for teacher in teachers)
+    asks = any(teacher.endpoint is not None for teacher in inputs.algorithm.teachers.values())
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     sources = (inputs.policy, *inputs.scoring.judge_shapes.values())
     paths = (path for _, part in parts for stage in CACHED for path in find_checks(part, stage))

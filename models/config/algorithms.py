@@ -10,7 +10,7 @@ from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import OneOf, Target, Variant
 from rheostat.models.config.divergence import AdaptiveKl, ReferenceReset
 from rheostat.models.config.job import Job
-from rheostat.models.config.teachers import Distillation
+from rheostat.models.config.teachers import Distillation, TeacherConfig
 
 
 # ---- what rewards are shaped by
@@ -91,6 +91,19 @@ class Algorithm(Variant):
         """KL penalty in the reward, or None if there is none. If set, the reference computes the log-prob of every
         token."""
         return None
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """All teachers by their configuration keys, in the order of `Distillation.teachers`. Empty without
+        distillation."""
+        return {} if self.distillation is None else self.distillation.teachers
+
+    @property
+    def top_k(self) -> int:
+        """Number of the teacher's most probable tokens in the loss of each token, or 0 if the loss contains no
+        divergence from a teacher."""
+        top_k = None if self.distillation is None else self.distillation.top_k
+        return 0 if top_k is None else top_k.tokens
 
     @property
     def value_model(self) -> CriticConfig | None:

@@ -98,14 +98,12 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             f"update.positive_nll.metric is {positive.metric!r}, but it must be the name of a reward. Set it to "
             f"{' or '.join(map(repr, terms))}"
         )
-    distillation = job.algorithm.distillation
-    if distillation is not None and distillation.top_k is not None and job.update.entropy is not None:
+    if job.algorithm.top_k and job.update.entropy is not None:
         yield (
             "update.entropy cannot be combined with algorithm.distillation.top_k, because a forward pass computes "
             "either entropies or the log-probs of the teacher's most probable tokens. Remove one of them"
         )
-    teachers = {} if distillation is None else distillation.teachers
-    for key, teacher in teachers.items():
+    for key, teacher in job.algorithm.teachers.items():
         if teacher.builds_prompts and job.rollout.environment is not None:
             setting = f"{key}.align = 'text'" if teacher.aligns_text else f"{key}.kind = 'policy'"
             yield (

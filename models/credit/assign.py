@@ -275,8 +275,7 @@ class CreditRule:
     @property
     def uses_top_tokens(self) -> bool:
         """Whether samples contain the teacher's most probable tokens."""
-        distillation = self.algorithm.distillation
-        return distillation is not None and distillation.top_k is not None
+        return self.algorithm.top_k > 0
 
 
 @dataclass(frozen=True, slots=True)

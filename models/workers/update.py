@@ -95,7 +95,7 @@ class UpdateWorker:
             self._update,
             temperature=self._temperature,
             denoising=self._denoising,
-            top_k=self._top_k,
+            top_k=self._algorithm.top_k,
             ranks=ranks,
             on_progress=self._on_progress,
         )
@@ -134,7 +134,9 @@ class UpdateWorker:
         scores = write_auxiliary_scores(
             self._store,
             work,
-            AuxiliaryModels(load, choose_teachers(self._store, work, distillation), self._top_k, teacher_inputs.build),
+            AuxiliaryModels(
+                load, choose_teachers(self._store, work, distillation), self._algorithm.top_k, teacher_inputs.build
+            ),
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
             images=models.image_tokens(work.policy) if has_images else None,
@@ -172,7 +174,7 @@ class UpdateWorker:
         self._repeated = {}
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
-        if self._top_k:
+        if self._algorithm.top_k:
             require_top_tokens(samples)
         steps = self._steps(work, samples)
         policy_steps_taken, value_steps_taken, finite = None, None, True
@@ -416,12 +418,6 @@ class UpdateWorker:
         coefficients = {"kl_coefficient": work.kl_coefficient} if self._update.kl_penalty is not None else {}
         bonus = self._update.with_entropy_at(work.policy.version, work.total_iterations).entropy
         return coefficients if bonus is None else {**coefficients, "entropy_coefficient": bonus.coefficient}
-
-    @property
-    def _top_k(self) -> int:
-        """Number of the teacher's most probable tokens in the loss, or 0 if the loss contains no divergence."""
-        distillation = self._algorithm.distillation
-        return 0 if distillation is None or distillation.top_k is None else distillation.top_k.tokens
 
     def _require_models(self) -> LoadedModels:
         if self._models is None:

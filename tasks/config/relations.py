@@ -147,7 +147,6 @@ def _iterate_endpoints(
     dialogue = None if rollout.environment is None else rollout.environment.dialogue
     if dialogue is not None and dialogue.model.endpoint is not None:
         yield "rollout.environment.model", dialogue.model.endpoint
-    distillation = algorithm.distillation
-    for key, teacher in ({} if distillation is None else distillation.teachers).items():
+    for key, teacher in algorithm.teachers.items():
         if teacher.endpoint is not None:
             yield key, teacher.endpoint

@@ -73,10 +73,10 @@ def _find_model_conflicts(
         yield f"algorithm.kind cannot be {after.algorithm.label!r}, because the shared iterations trained no critic"
     if "algorithm.critic.path" in changed and run.has(StageKey.critic(0)):
         yield "algorithm.critic.path cannot change, because the critic is stored"
-    stored, distillation = find_stored_teachers(before), after.algorithm.distillation
+    stored, keys = find_stored_teachers(before), [*after.algorithm.teachers]
     for index, teacher in find_stored_teachers(after).items():
-        if run.has(StageKey.teacher(index)) and teacher != stored.get(index) and distillation is not None:
-            yield f"{[*distillation.teachers][index]} cannot change, because the teacher is stored"
+        if run.has(StageKey.teacher(index)) and teacher != stored.get(index):
+            yield f"{keys[index]} cannot change, because the teacher is stored"
     rewards = before.scoring.model_rewards
     for term, reward in after.scoring.model_rewards.items():
         is_same = term in rewards and (rewards[term].label, rewards[term].model) == (reward.label, reward.model)
