@@ -103,6 +103,15 @@ class GenerateAnswer:
             assert response.status_code == 200, response.text
             yield response.iter_lines()
 
+    @contextmanager
+    def slowed(self, seconds=0.05):
+        """Let each step of the server take so much longer that work does not end while a busy client acts."""
+        self.post("/rheostat/slow", seconds=seconds).raise_for_status()
+        try:
+            yield
+        finally:
+            self.post("/rheostat/slow", seconds=0).raise_for_status()
+
     def likelihoods(self, digest, prompts, continuations):
         spelt = [{"tokens": prompt} for prompt in prompts]
         body = {"digest": digest, "prompts": spelt, "continuations": continuations, "banned": []}
@@ -129,7 +138,8 @@ def collect(lines):
 
 @contextmanager
 def meddling_server(directory, *, adapter_rank=0, report_experts=False):
-    """Start a server as workers do, with added routes that change its parameters and count its recorded experts."""
+    """Start a server as workers do, with added routes that change its parameters, make its steps longer and count its
+    recorded experts."""
     python = find_python("vllm", CONFIG.python)
     platform = platform_of(python)
 

@@ -142,10 +142,11 @@ def test_experts_of_abandoned_completions_are_dropped(policy):
             return int(server.get("/rheostat/noted").text)
 
         many = [build_request(row, [5, 6, 7], seed=row, max_tokens=200, experts=True) for row in range(8)]
-        with server.generating(policy.version.digest, many) as lines:
-            next(lines)
-            assert noted() == 8
-        assert wait_for(lambda: noted() == 0, seconds=60)
+        with server.slowed():
+            with server.generating(policy.version.digest, many) as lines:
+                next(lines)
+                assert noted() == 8
+            assert wait_for(lambda: noted() == 0, seconds=60)
         server.generate(policy.version.digest, [*many, build_request(8, [5], max_tokens=200)])
         assert noted() == 0
 

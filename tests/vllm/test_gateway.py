@@ -333,7 +333,7 @@ def test_a_load_aborts_running_completions_which_can_be_continued(server, untied
     old, new = untied
     server.load(old)
     requests = [build_request(name, SHORT, seed=name, max_tokens=240) for name in range(16)]
-    with server.generating(old.version.digest, requests) as lines:
+    with server.slowed(), server.generating(old.version.digest, requests) as lines:
         first = [next(lines)]
         loading = threading.Thread(target=server.load, args=(new,))
         loading.start()
@@ -352,9 +352,10 @@ def test_a_load_aborts_running_completions_which_can_be_continued(server, untied
 def test_the_work_of_a_caller_that_disconnects_is_ended(loaded, digest):
     requests = [build_request(name, SHORT, seed=name, max_tokens=250) for name in range(64)]
     _, before = loaded.generate(digest, [build_request(0, SHORT)])
-    with loaded.generating(digest, requests) as lines:
-        next(lines)
-    _, after = loaded.generate(digest, [build_request(0, SHORT, max_tokens=240)])
+    with loaded.slowed():
+        with loaded.generating(digest, requests) as lines:
+            next(lines)
+        _, after = loaded.generate(digest, [build_request(0, SHORT, max_tokens=240)])
     assert after["sequences"] - before["sequences"] < 64 * 250 / 2  # it does not run next to other work
 
 

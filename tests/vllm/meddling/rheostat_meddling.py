@@ -1,4 +1,7 @@
-"""The server's components, with routes that change parameters without notice and that count recorded experts."""
+"""The server's components, with routes that change parameters without notice, make steps longer, and count recorded
+experts."""
+
+import time
 
 import torch
 from rheostat_vllm import Gateway, Weights
@@ -8,18 +11,23 @@ class MeddlingGateway(Gateway):
     def __init__(self, app):
         super().__init__(app)
         self._routes[("POST", "/rheostat/meddle")] = self._meddle
+        self._routes[("POST", "/rheostat/slow")] = self._slow
         self._routes[("GET", "/rheostat/noted")] = self._noted
 
     async def _meddle(self, request, send):
         which = (await request.json())["which"]
-        await self._served.engine.collective_rpc("rheostat_meddle", args=(which,))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await self._call(send, "rheostat_meddle", which)
+
+    async def _slow(self, request, send):
+        await self._call(send, "rheostat_slow", (await request.json())["seconds"])
 
     async def _noted(self, request, send):
-        [noted] = await self._served.engine.collective_rpc("rheostat_count_noted")
+        await self._call(send, "rheostat_count_noted")
+
+    async def _call(self, send, method, *arguments):
+        [result] = await self._served.engine.collective_rpc(method, args=arguments)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"%d" % noted})
+        await send({"type": "http.response.body", "body": str(result).encode()})
 
 
 class MeddlingWeights(Weights):
@@ -33,6 +41,19 @@ class MeddlingWeights(Weights):
         weight = torch.randn(layer.output_size, layer.input_size_per_partition)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.quant_method.process_weights_after_loading(layer)
+
+    def rheostat_slow(self, seconds):
+        """Let each step take this number of seconds longer; 0 ends it."""
+        runner = self.model_runner
+        runner.__dict__.pop("execute_model", None)
+        original = runner.execute_model
+
+        def execute(*arguments, **options):
+            time.sleep(seconds)
+            return original(*arguments, **options)
+
+        if seconds:
+            runner.execute_model = execute
 
     def rheostat_count_noted(self):
         return len(self.rheostat_noted._rows_TF)
