@@ -6,7 +6,7 @@ copied into the run once, unless it is behind an endpoint or is the policy itsel
 
 from rheostat.infra.store.manifests import Manifest
 from rheostat.models.algorithms.advantages import required_models
-from rheostat.models.config.teachers import SOLUTION, TeacherDirectory
+from rheostat.models.config.teachers import TeacherDirectory
 from rheostat.models.records.versions import critic_of, policy_of
 from rheostat.models.records.work import CriticWork, EstimateWork, TeacherWork
 from rheostat.tasks.config.run import RunConfig
@@ -66,7 +66,7 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     specialists = () if distillation is None else distillation.specialists
     sources = [] if distillation is None else [*distillation.teachers.values()]
     builds = any(each.builds_prompts for each in sources)
-    reads_scores = any(each.privileged is not None and SOLUTION in each.privileged.fields for each in sources)
+    reads_scores = any(each.privileged is not None and each.privileged.score_fields for each in sources)
     prompts = iteration.prompts if specialists or builds else None
     versions = [policy_of(teachers[index]) if index in teachers else None for index in range(1 + len(specialists))]
     work = EstimateWork(
