@@ -9,10 +9,12 @@ from rheostat.infra.plain_values import MAX_FEEDBACK
 from rheostat.infra.store.shards import read_shard
 from rheostat.models.config.reward_terms import CodeReward, RegexReward, TargetReward
 from rheostat.models.config.rewards import ScoringConfig
+from rheostat.models.judges.verdicts import Judgement
 from rheostat.models.records.schemas import FEEDBACK_COLUMN, score_schema
 from rheostat.models.records.work import ScoringWork
 from rheostat.models.rewards.code import CodeJudge
-from rheostat.models.rewards.evaluate import Case
+from rheostat.models.rewards.evaluate import Case, Verdict
+from rheostat.models.rewards.scores import Scores, combine_results
 from rheostat.models.rollouts.forgotten import Prompts, erase_prompts
 from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.sandboxes import needs_sandbox
@@ -57,6 +59,14 @@ def test_a_score_without_a_text_is_missing_and_other_texts_are_kept(store, make_
     assert errors[:3] == [f"{wanted}0.5", f"{wanted}(0.5, 'a', 'b')", f"{wanted}(0.5, b'a')"]
     assert errors[3] == "strict: expected a finite float, found nan"
     assert score(store, make_worker(plain), "pair")["error"].to_pylist() == ["plain: expected a float, found tuple"]
+
+
+def test_texts_of_code_and_functions_are_in_the_order_of_the_rewards_and_failed_episodes_have_none():
+    scoring = ScoringConfig(rewards=(CodeReward(feedback=True), TOLD))
+    ruled = [Verdict((1.0,), None, {"told": "second"})] * 2
+    others = {"code": [Judgement(0.0, None, feedback="first")] * 2}
+    found = combine_results(ruled, others, scoring, starts=[None] * 2, failures=[None, "it is down"])
+    assert found == [Scores((0.0, 1.0), None, "first\nsecond"), Scores((None, None), "environment: it is down")]
 
 
 def test_forgetting_a_prompt_removes_the_feedback_on_its_completions(store, make_worker):
@@ -128,6 +138,7 @@ ASSERTS = "import math\nassert double(2) == 4\nassert double(math.inf) == math.i
             "ZeroDivisionError: division by zero\nError:\n.*",
         ),
     ],
+    ids=range(9),
 )
 def test_the_feedback_of_code_is_its_first_failed_test(code, answer, score, pattern):
     value, feedback = explain(code, answer)

@@ -152,6 +152,7 @@ def test_the_most_probable_tokens_are_those_after_the_privileged_prompt(uri, stu
         (TOLD, [1, 0, 0, 0, 1, 1, 0, 1, 1]),
         ("{feedback}\n" + SOLVED, [1, 1, 1, 0, 1, 1, 0, 1, 1]),
     ],
+    ids=["solution", "feedback", "both"],
 )
 def test_a_solution_is_the_best_other_completion_and_feedback_is_about_the_completion(
     uri, student, template, is_privileged
