@@ -16,6 +16,8 @@ from typing import Any
 MAX_POWER_OF_TEN = 400
 """Maximum exponent up to which a whole Decimal is converted to an int. The largest float64 is about 1e308, so larger
 numbers are invalid anyway."""
+MAX_FEEDBACK = 4000
+"""Maximum number of characters of the feedback on a completion."""
 
 
 class InvalidValue(Exception):
@@ -165,3 +167,10 @@ def repair_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def shorten_feedback(text: str) -> str:
+    """Return a feedback as a text that UTF-8 can encode. If it has more than `MAX_FEEDBACK` characters, its end is
+    replaced by an ellipsis."""
+    repaired = repair_text(text)
+    return repaired if len(repaired) <= MAX_FEEDBACK else repaired[: MAX_FEEDBACK - 1] + "…"

@@ -132,16 +132,18 @@ def _siblings(name: str) -> Iterable[str]:
 
 
 def compute_value(
-    call: Callable[[], object], expected: int | None, part: str
-) -> tuple[float | list[float] | None, str | None]:
+    call: Callable[[], object], expected: int | None, part: str, *, has_feedback: bool = False
+) -> tuple[float | list[float] | tuple[float, str] | None, str | None]:
     """Call a user's function, and return (value, None), or (None, reason) if the call failed. `expected` is None if the
     function must return one number, otherwise the length of the list that it must return (-1: any length). `part` names
-    the list's elements in messages.
+    the list's elements in messages. If `has_feedback` is true, the function must return a number and a text.
 
     Every exception of the function counts as a failed call.
     """
     try:
         result = call()
+        if has_feedback:
+            return _number_and_text(result), None
         return (_number(result) if expected is None else _numbers(result, part, expected)), None
     except plain_values.InvalidValue as error:
         return None, one_line(str(error))
@@ -169,6 +171,15 @@ def message_of(error: BaseException) -> str:
 def _number(result: object) -> float:
     number: float = plain_values.to_number(result)
     return number
+
+
+def _number_and_text(result: object) -> tuple[float, str]:
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], str):
+        raise plain_values.InvalidValue(
+            "expected a float and a text, because `feedback` of this reward is true, found "
+            + plain_values.describe_value(result)
+        )
+    return _number(result[0]), plain_values.shorten_feedback(result[1])
 
 
 def _numbers(result: object, part: str, expected: int) -> list[float]:
@@ -345,7 +356,10 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
         extras = {"images": [base64.b64decode(image) for image in call["images"]], "messages": call["messages"]}
         extra_arguments = {name: extras[name] for name in takes}
         bound = functools.partial(function, *call["arguments"], **call["named"], **extra_arguments)
-        compute = functools.partial(compute_value, bound, call["expected"], "".join(call["named"]))
+        has_feedback = order["functions"][call["function"]]["has_feedback"]
+        compute = functools.partial(
+            compute_value, bound, call["expected"], "".join(call["named"]), has_feedback=has_feedback
+        )
         if box is None:
             result = [*compute(), None]
         else:

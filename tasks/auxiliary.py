@@ -6,7 +6,7 @@ copied into the run once, unless it is behind an endpoint or is the policy itsel
 
 from rheostat.infra.store.manifests import Manifest
 from rheostat.models.algorithms.advantages import required_models
-from rheostat.models.config.teachers import SOLUTION, TeacherDirectory
+from rheostat.models.config.teachers import TeacherDirectory
 from rheostat.models.records.versions import critic_of, policy_of
 from rheostat.models.records.work import CriticWork, EstimateWork, TeacherWork
 from rheostat.tasks.config.run import RunConfig
@@ -61,7 +61,7 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     sources = [*open_run.settings.algorithm.teachers.values()]
     builds = any(each.builds_prompts for each in sources)
     privileged = {index: own for index, each in enumerate(sources) if (own := each.privileged) is not None}
-    reads_scores = any(SOLUTION in own.fields for own in privileged.values())
+    reads_scores = any(own.score_fields for own in privileged.values())
     prompts = iteration.prompts if len(sources) > 1 or builds else None
     averaged = [index for index, own in privileged.items() if own.ema_decay]
     reference = iteration.reference if needs.reference or averaged else None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from pydantic import JsonValue
 
+from rheostat.infra.plain_values import shorten_feedback
 from rheostat.infra.processes.child import Child, Interpreter, check_answer, invalid_answer
 
 
@@ -26,6 +27,8 @@ class RunFunction:
     separately. Empty if the function scores the whole completion."""
     made: bool = False
     """Whether the target is a factory. A factory is called once with the options, and returns the function to use."""
+    has_feedback: bool = False
+    """Whether the function returns a number and a text instead of one number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class CallResult:
     value: float | tuple[float, ...] | None
     reason: str | None
     seconds: float
+    feedback: str = ""
+    """Text that the function returned with the number. Empty if there is none."""
 
 
 class FunctionProcess:
@@ -47,7 +52,7 @@ class FunctionProcess:
         """Start the process without waiting for its imports. `seconds` is the time limit of a call."""
         order: dict[str, JsonValue] = {"functions": [asdict(function) for function in functions]}
         self._child = Child(order, interpreter, what=what, seconds=seconds)
-        self._functions = len(functions)
+        self._functions = tuple(functions)
         self._takes: tuple[frozenset[str], ...] = ()
 
     def ready(self) -> None:
@@ -55,7 +60,7 @@ class FunctionProcess:
         if the process ends."""
         description = self._child.ready()
         takes = tuple(frozenset(map(str, each)) for each in description if isinstance(each, list))
-        if len(takes) != len(description) or len(takes) != self._functions:
+        if len(takes) != len(description) or len(takes) != len(self._functions):
             raise invalid_answer()
         self._takes = takes
 
@@ -94,16 +99,21 @@ class FunctionProcess:
             "expected": expected,
         }
         answer, spent = self._child.exchange(request, seconds)
-        return _read_result(answer, token, expected, spent)
+        return _read_result(answer, token, expected, seconds=spent, has_feedback=self._functions[function].has_feedback)
 
 
-def _read_result(answer: object, token: str, expected: int | None, seconds: float) -> CallResult:
+def _read_result(answer: object, token: str, expected: int | None, *, seconds: float, has_feedback: bool) -> CallResult:
     value, reason = check_answer(answer, token)
     if reason is not None:
         return CallResult(None, reason, seconds)
+    feedback: object = ""
+    if has_feedback:
+        value, feedback = value if isinstance(value, list) and len(value) == 2 else (value, None)
+    if not isinstance(feedback, str) or feedback != shorten_feedback(feedback):
+        raise invalid_answer()
     numbers, count = ([value], 1) if expected is None else (value, expected)
     if not isinstance(numbers, list) or (len(numbers) != count >= 0):
         raise invalid_answer()
     if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
         raise invalid_answer()
-    return CallResult(numbers[0] if expected is None else tuple(numbers), None, seconds)
+    return CallResult(numbers[0] if expected is None else tuple(numbers), None, seconds, feedback)

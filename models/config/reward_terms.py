@@ -268,6 +268,10 @@ class TargetReward(RuleReward):
     checks_references: Annotated[bool, Since("0.2.0", before=False)] = False
     """Whether the function is first called with every reference answer, an empty completion and no images. If it then
     raises an exception, the run does not begin, and the message names the problem."""
+    feedback: Annotated[bool, Since("0.2.0", before=False)] = False
+    """Whether the function returns a pair of the score and a text about the completion, its feedback, which may be
+    empty. The run stores the first 4,000 characters. A teacher of kind "policy" can read the feedback. Only with `per =
+    "completion"`."""
 
     @classmethod
     def read_former_kind(cls, reward: object) -> object:
@@ -298,7 +302,8 @@ class TargetReward(RuleReward):
         """Description of the function that `target` names, with its options."""
         part = {"completion": "", "step": "steps", "token": "tokens", "turn": "turns"}[self.per]
         target = present_target(self.target)
-        return RunFunction(target, where=f"reward target {self.target!r}", options=self.options, part=part)
+        where = f"reward target {self.target!r}"
+        return RunFunction(target, where=where, options=self.options, part=part, has_feedback=self.feedback)
 
     @property
     def segmentation(self) -> Segmentation | None:
@@ -338,6 +343,9 @@ class CodeReward(RewardTerm):
     are run."""
     memory_mib: Annotated[int, Field(ge=128)] = 1024
     """Memory limit in MiB for all processes of a program together. It also limits the address space of each process."""
+    feedback: Annotated[bool, Since("0.2.0", before=False)] = False
+    """Whether the first failed test is run again and stored as a text: the test, its expected output, and the output
+    and errors of the program. A teacher of kind "policy" can read this feedback."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:

@@ -133,6 +133,11 @@ class ScoringConfig(Settings):
         return {term: reward for term, reward in models.items() if isinstance(reward.model, TrainedRewardModel)}
 
     @property
+    def has_feedback(self) -> bool:
+        """Whether a reward returns a text about each completion in addition to its score."""
+        return any(isinstance(reward, TargetReward | CodeReward) and reward.feedback for reward in self.rewards)
+
+    @property
     def outcome_weight(self) -> float:
         """Sum of the weights of the rewards that score whole completions."""
         return sum(reward.weight for reward in self.rewards if not reward.scores_parts)
@@ -154,5 +159,10 @@ class ScoringConfig(Settings):
                 raise ValueError(
                     f"reward {term!r} scores steps, tokens or turns, but shift and scale apply only to rewards of "
                     "whole completions. Remove shift and scale"
+                )
+            if isinstance(reward, TargetReward) and reward.feedback and reward.scores_parts:
+                raise ValueError(
+                    f"reward {term!r} has per = {reward.per!r}, but only rewards of whole completions have feedback. "
+                    "Set per = 'completion', or remove feedback"
                 )
         return self

@@ -25,6 +25,9 @@ _FIELD: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
 SOLUTION: Final = "solution"
 """Field of a teacher's template for a completion of the same prompt with a high reward."""
 
+FEEDBACK: Final = "feedback"
+"""Field of a teacher's template for the feedback of the rewards on the completion itself."""
+
 
 class Teacher(Variant):
     """Fields common to all teachers (models whose log-probs the policy is trained to match)."""
@@ -136,10 +139,11 @@ class TeacherPolicy(Teacher):
     """Prompt of the teacher. `{prompt}` is replaced by the student's prompt, or in a chat by the last user message, and
     the result replaces it. `{answer}` is the reference answer, and `{NAME}` the column NAME of the problem, which
     `data.environment_columns` must list. `{solution}` is another completion of the same group with the highest reward,
-    if this reward is at least `min_reward`. Other text in braces is not a field."""
+    if this reward is at least `min_reward`. `{feedback}` is the text that rewards with `feedback = true`
+    returned about the completion. If a template contains one or both of these fields, but there is no text for any of
+    them, the teacher reads the student's prompt. Other text in braces is not a field."""
     min_reward: float = 1.0
-    """Minimum total reward of a completion that replaces `{solution}`. If a group has no such completion, the teacher
-    reads the student's prompt."""
+    """Minimum total reward of a completion that replaces `{solution}`."""
     ema_decay: Annotated[float | None, Field(gt=0, lt=1), Since("0.2.0", before=None)] = None
     """Decay d of an exponential moving average of the weights of the policies, with which the teacher computes: the
     teacher of iteration 1 is the initial policy, and the teacher of iteration i + 1 is d x the teacher of iteration i +
@@ -157,17 +161,28 @@ class TeacherPolicy(Teacher):
         """Names of the fields in the template, in order."""
         return tuple(_FIELD.findall(self.template))
 
+    @property
+    def score_fields(self) -> set[str]:
+        """Fields of the template whose values depend on the scores: `SOLUTION` and `FEEDBACK`."""
+        return {SOLUTION, FEEDBACK} & {*self.fields}
+
     def fill_template(self, values: Mapping[str, str]) -> str:
         """Return the template in which each field is replaced by its value."""
         return _FIELD.sub(lambda field: values[field[1]], self.template)
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield a message if routers use recorded experts, or if the template needs a solution, but there are no other
-        completions or no rewards from which it could be chosen."""
+        """Yield a message if routers use recorded experts, if the template needs feedback, but no reward returns any,
+        or if the template needs a solution, but there are no other completions or no rewards from which it could be
+        chosen."""
         if job.update.router_replay is not None:
             yield (
                 "update.router_replay cannot be combined with a teacher of kind 'policy', because the recorded experts "
                 "do not belong to its prompts. Remove update.router_replay, or use another teacher"
+            )
+        if FEEDBACK in self.fields and not job.scoring.has_feedback:
+            yield (
+                "scoring.rewards: no reward has feedback = true, but the template of a teacher contains {feedback}. "
+                "Set feedback = true in a reward of kind 'target' or 'code', or remove {feedback}"
             )
         if SOLUTION not in self.fields:
             return

@@ -10,7 +10,7 @@ from rheostat.models.text.privileged_prompts import build_privileged_prompt
 
 def check_policy_teacher(teacher: TeacherPolicy, facts: InputFacts, where: str) -> None:
     """Raise BadInput if a privileged prompt of a training problem cannot be built, has images, or leaves no room for a
-    completion. The solution, which is not known yet, counts as an empty text."""
+    completion. Solution and feedback, which are not known yet, count as empty texts."""
     from rheostat.models.text.tokenizer import tokenize_prompts
 
     problems = _find_problems(facts, where)

@@ -177,6 +177,8 @@ class Judgement:
     """Indices of the steps listed as wrong, or None if the verdict is not about steps."""
     dropped: int = 0
     """Number of listed step numbers that were ignored, because the completion has no such step."""
+    feedback: str = ""
+    """Text about the completion that a code reward returned with the score. Empty if there is none."""
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:

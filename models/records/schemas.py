@@ -197,9 +197,16 @@ VERDICT_SCHEMA = pa.schema(
 attempt)."""
 
 
-def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) -> pa.Schema:
+FEEDBACK_COLUMN: Final = "feedback"
+"""Name of an additional text column of scores if a reward returns feedback: the texts of all rewards about the
+completion. Null if there is no text."""
+
+
+def score_schema(
+    terms: tuple[str, ...], process_terms: tuple[str, ...] = (), *, has_feedback: bool = False
+) -> pa.Schema:
     """Return the columns of score shards: the total reward (null if missing), one column for each reward term, and the
-    first error.
+    first error. With `has_feedback`, the last column is `FEEDBACK_COLUMN`.
 
     For each of the `process_terms` (terms that score steps, tokens or turns) there are two more columns: the first
     completion token of each span, and the value of each span. Spans are consecutive and cover the completion, so the
@@ -214,6 +221,7 @@ def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) ->
             ("error", pa.string()),
             *((f"spans_{term}", pa.list_(pa.int32())) for term in process_terms),
             *((f"values_{term}", pa.list_(pa.float64())) for term in process_terms),
+            *([(FEEDBACK_COLUMN, pa.string())] if has_feedback else []),
         ]
     )
 

@@ -6,6 +6,7 @@ for reasons outside the completion: if the sandbox fails or the tests cannot be 
 
 import ast
 import json
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from rheostat.infra.plain_values import shorten_feedback
 from rheostat.infra.processes.programs import Program, Programs, SandboxFailed
 from rheostat.models.config.reward_terms import CodeReward
 from rheostat.models.config.rewards import ScoringConfig
@@ -45,6 +47,17 @@ check()
 """
 """Program that runs a solution and then each test statement. It reports which statements passed, together with a secret
 key. The solution does not know the key, so it cannot fake a report."""
+REPEATING: Final = """
+import json, sys, types
+
+statements, solution = json.load(sys.stdin), types.ModuleType("solution")
+sys.modules["solution"] = solution
+for name, source in [("solution.py", open("solution.py", encoding="utf-8").read()), *statements]:
+    exec(compile(source, name, "exec"), solution.__dict__)
+"""
+"""Program that runs a solution and then test statements, and shows the exception of the first one that fails."""
+MAX_SHOWN: Final = 800
+"""Maximum number of characters of a test, of its expected output and of its output in a feedback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +158,15 @@ class CodeJudge:
         """Run the tests on one completion and return its score. As configured, the score is 1 only if all tests pass,
         or the share of passed tests."""
         try:
-            passed = [*_passed(programs, find_last_code(case.completion), read_tests(case.answer), value=reward.value)]
+            code, tests = find_last_code(case.completion), read_tests(case.answer)
+            passed = [*_passed(programs, code, tests, value=reward.value)]
+            explains = reward.feedback and not all(passed)
+            feedback = _explain_failure(programs, code, tests, passed.index(False)) if explains else ""
         except (ValueError, SandboxFailed) as error:
             return Judgement(None, str(error))
         self.done += 1
-        return Judgement(float(all(passed)) if reward.value == "all" else sum(passed) / len(passed), None)
+        value = float(all(passed)) if reward.value == "all" else sum(passed) / len(passed)
+        return Judgement(value, None, feedback=feedback)
 
 
 def check_code(scoring: ScoringConfig) -> None:
@@ -194,6 +211,33 @@ def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool
     for number, (_, is_test) in enumerate(tests.sources):
         if is_test:
             yield f"{key} {number}" in lines
+
+
+def _explain_failure(programs: Programs, code: str | None, tests: Tests, failed: int) -> str:
+    """Run the test with the index `failed` again, and return a feedback that shows the test, its expected output, and
+    the output and errors of the program."""
+    if code is None:
+        return "The answer contains no code block."
+    files = {SOLUTION: code}
+    if isinstance(tests, Statements):
+        place = [number for number, (_, is_test) in enumerate(tests.sources) if is_test][failed]
+        statements = [("test", source) for source, _ in tests.sources[: place + 1]]
+        program = Program(("-c", REPEATING), files, input=json.dumps(statements), shows_errors=True)
+        shown = {"This test failed": statements[-1][1]}
+    else:
+        program = Program((SOLUTION,), files, input=tests[failed].input, shows_errors=True)
+        shown = {"A test failed. Input": tests[failed].input, "Expected output": tests[failed].output}
+    ran = programs.run(program)
+    output = re.sub(r"\bat 0x[0-9a-f]+", "at 0x…", ran.output)  # the same inputs must give the same feedback
+    shown |= {"Output": output, "Error": ran.ending}
+    parts = [f"{name}:\n{_shorten(text.strip())}" for name, text in shown.items() if text.strip() or name != "Error"]
+    return shorten_feedback("\n".join(parts))
+
+
+def _shorten(text: str) -> str:
+    """Return a text without its middle if it has more than `MAX_SHOWN` characters."""
+    half = MAX_SHOWN // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]}…{text[-half + 1 :]}"
 
 
 def _lines(text: str) -> list[str]:

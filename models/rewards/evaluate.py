@@ -12,7 +12,7 @@ process.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final, cast
@@ -83,6 +83,8 @@ class Verdict:
 
     values: tuple[Value | None, ...]
     error: str | None
+    feedback: Mapping[str, str] = field(default_factory=dict)
+    """Feedback on the completion by reward term. Terms without feedback are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +152,11 @@ class Evaluator:
             if not part.place.ready().takes(part.functions.index(function), "images"):
                 continue
             try:
-                value, reason, _ = self._compute_value(function, rule, case, left=self._scoring.timeout_seconds)
+                value, result = self._compute_value(function, rule, case, left=self._scoring.timeout_seconds)
             except ProcessEnded as end:
                 return f"{term}: {end}"
             if value is None:
-                return f"{term}: {reason}"
+                return f"{term}: {result.reason}"
         return None
 
     def find_terms_without_images(self) -> list[str]:
@@ -178,45 +180,48 @@ class Evaluator:
         remaining rewards are missing."""
         values: list[Value | None] = []
         errors: list[str] = []
+        feedback: dict[str, str] = {}
         seconds_left = self._scoring.timeout_seconds
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
             try:
-                value, reason, seconds = self._compute_value(function, rule, case, left=seconds_left)
+                value, result = self._compute_value(function, rule, case, left=seconds_left)
             except ProcessEnded as end:
                 errors.append(f"{term}: {end}")
                 values += [None] * (len(self._functions) - len(values))
                 break
-            seconds_left = max(seconds_left - seconds, 0.0)
+            seconds_left = max(seconds_left - result.seconds, 0.0)
             values.append(value)
-            if reason is not None:
-                errors.append(f"{term}: {reason}")
-        return Verdict(tuple(values), errors[0] if errors else None)
+            if result.reason is not None:
+                errors.append(f"{term}: {result.reason}")
+            if result.feedback:
+                feedback[term] = result.feedback
+        return Verdict(tuple(values), errors[0] if errors else None, feedback)
 
     def _compute_value(
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
-    ) -> tuple[Value | None, str | None, float]:
-        """Score one completion with one rule reward. Returns the score or None, the reason if the score is missing, and
-        the seconds that the call took.
+    ) -> tuple[Value | None, CallResult]:
+        """Score one completion with one rule reward. Returns the score, or None if it is missing, and the result of the
+        call.
 
         `left` is the number of seconds that the call may take.
         """
         if not rule.scores_parts:
             result = self._call_function(function, case, left=left)
-            return cast(float | None, result.value), result.reason, result.seconds
+            return cast(float | None, result.value), result
         if rule.granularity == "turn":
             turns = list(case.turn_texts)
             result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
             spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
-            return spans, result.reason, result.seconds
+            return spans, result
         parts = case.tokens if rule.segmentation is None else self._split_steps(rule.segmentation, case)
         if parts is None:
-            return None, NO_TOKEN_TEXTS, 0.0
+            return None, CallResult(None, NO_TOKEN_TEXTS, 0.0)
         named = {function.part: list(parts)}
         result = self._call_function(function, case, left=left, named=named, expected=len(parts))
         value = (
             None if result.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], result.value))
         )
-        return value, result.reason, result.seconds
+        return value, result
 
     def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Split a completion into steps. If the user's pattern could take very long, the completion is split in a

@@ -12,7 +12,7 @@ from rheostat.infra.statistics import pass_at
 from rheostat.models.config.reward_terms import RewardTerm
 from rheostat.models.config.rewards import RewardConfig, ScoringConfig
 from rheostat.models.judges.verdicts import Judgement
-from rheostat.models.records.schemas import score_schema
+from rheostat.models.records.schemas import FEEDBACK_COLUMN, score_schema
 from rheostat.models.rewards.evaluate import NO_TOKEN_TEXTS, Value, Verdict
 from rheostat.models.text.steps import Spans, StepValues, aggregate, assign_spans
 
@@ -26,6 +26,8 @@ class Scores:
     None if the result is missing."""
     error: str | None
     """First error of a reward term as `term: reason`, or None if there is no error."""
+    feedback: str | None = None
+    """Feedback of all reward terms, joined by newlines, or None if there is none."""
 
 
 def combine_results(
@@ -75,7 +77,10 @@ def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringCo
         if term in scoring.process_terms:
             spans = [row.values[index] for row in scores]
             columns |= _process_columns(term, [span if isinstance(span, Spans) else None for span in spans])
-    return pa.table(columns, schema=score_schema(scoring.terms, scoring.process_terms))
+    if scoring.has_feedback:
+        columns[FEEDBACK_COLUMN] = pa.array([row.feedback for row in scores], pa.string())
+    schema = score_schema(scoring.terms, scoring.process_terms, has_feedback=scoring.has_feedback)
+    return pa.table(columns, schema=schema)
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
@@ -151,11 +156,13 @@ def _join_row(
     """Combine the results of all rewards for one completion. Values of steps are converted to values of spans of
     tokens, with the character index `starts` of each token."""
     values_by_term: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
-    errors = [verdict.error] if verdict.error else []
+    errors, feedback = [verdict.error] if verdict.error else [], dict(verdict.feedback)
     for term, judgement in others.items():
         values_by_term[term] = judgement.value if isinstance(judgement, Judgement) else judgement
         if isinstance(judgement, Judgement) and judgement.error:
             errors.append(f"{term}: {judgement.error}")
+        if isinstance(judgement, Judgement):
+            feedback[term] = judgement.feedback
     values: list[float | Spans | None] = []
     for term, reward in zip(scoring.terms, scoring.rewards, strict=True):
         value = values_by_term[term]
@@ -163,7 +170,8 @@ def _join_row(
             errors.append(f"{term}: {NO_TOKEN_TEXTS}")
             value = None
         values.append(value if not isinstance(value, StepValues) else _spans(value, reward, starts or ()))
-    return Scores(tuple(values), errors[0] if errors else None)
+    text = "\n".join(feedback[term] for term in scoring.terms if feedback.get(term))
+    return Scores(tuple(values), errors[0] if errors else None, text or None)
 
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from rheostat.infra.errors import BadInput
 from rheostat.infra.plugins import nearest_name
-from rheostat.models.config.teachers import SOLUTION, TeacherPolicy, encode_value
+from rheostat.models.config.teachers import FEEDBACK, SOLUTION, TeacherPolicy, encode_value
 from rheostat.models.data.problems import Prompt
 
 
@@ -18,24 +18,26 @@ def build_privileged_prompt(
     answer: str,
     columns: Mapping[str, JsonValue],
     solution: str = "",
+    feedback: str = "",
     source: str,
 ) -> Prompt:
     """Return the prompt that the teacher reads instead of `prompt`: plain text is replaced by the filled template, and
     in a chat, the last user message is replaced.
 
-    `answer`, `columns` and `solution` are the values of the template's fields, and `source` is the origin of the
-    prompt in messages. Raises BadInput if the template has an unknown field or one that is also a column, or if a chat
-    does not end with a message of the user.
+    `answer`, `columns`, `solution` and `feedback` are the values of the template's fields, and `source` is the origin
+    of the prompt in messages. Raises BadInput if the template has an unknown field or one that is also a column, or if
+    a chat does not end with a message of the user.
     """
     text = prompt if isinstance(prompt, str) else prompt[-1].text
-    values, own = {name: encode_value(value) for name, value in columns.items()}, {"prompt", "answer", SOLUTION}
-    for name in own & {*teacher.fields} & {*values}:
+    values = {name: encode_value(value) for name, value in columns.items()}
+    own = {"prompt": text, "answer": answer, SOLUTION: solution, FEEDBACK: feedback}
+    for name in {*own} & {*teacher.fields} & {*values}:
         if name != "answer" or values[name] != answer:
             raise BadInput(
                 f"{source}: the teacher's template has the field {{{name}}}, which has another meaning than the column "
                 f"{name!r} of the problem. Rename the column, or remove it from environment_columns of the data"
             )
-    values |= {"prompt": text, "answer": answer, SOLUTION: solution}
+    values |= own
     for name in teacher.fields:
         if name not in values:
             raise BadInput(

@@ -6,9 +6,10 @@ This module is used by update ranks. Every rank builds the same sequences.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import groupby
+from typing import Any
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
@@ -17,13 +18,14 @@ from rheostat.infra.errors import BadInput
 from rheostat.infra.store.bundles import fetch_bundle
 from rheostat.infra.store.contracts import Store
 from rheostat.infra.store.shards import ShardRef, read_shard
-from rheostat.models.config.teachers import SOLUTION, Distillation, TeacherPolicy
+from rheostat.models.config.teachers import FEEDBACK, SOLUTION, Distillation, TeacherPolicy
 from rheostat.models.data.problems import Message, Prompt, TemplateArguments
 from rheostat.models.denoising.policy import policy_context
 from rheostat.models.engines.requests import decode_texts, generation_settings, stated_ends
 from rheostat.models.modeling.batching import Rows
 from rheostat.models.records.columns import select_rows
 from rheostat.models.records.model_input import ModelInput
+from rheostat.models.records.schemas import FEEDBACK_COLUMN
 from rheostat.models.records.work import EstimateWork
 from rheostat.models.text.alignment import align_completion, build_byte_decoder
 from rheostat.models.text.privileged_prompts import build_privileged_prompt
@@ -63,24 +65,26 @@ class TeacherInputs:
     ) -> dict[int, TeacherSequence]:
         """Return the completions of the policy after privileged prompts.
 
-        A row is omitted if the template has `{solution}` but its group has no other completion with a sufficient
-        reward, or if its sequence would not fit into the policy's context.
+        A row is omitted if the template has `{solution}` or `{feedback}`, but there is no text for any of these fields,
+        or if its sequence would not fit into the policy's context. There is no solution if the row's group has no other
+        completion with a sufficient reward.
         """
         directory = fetch_bundle(self._store, self._work.policy.weights)
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
-        chosen = {row: row for row in rows}
-        solutions = dict.fromkeys(rows, "")
+        solutions, feedback = dict[int, str](), dict[int, str]()
         if SOLUTION in teacher.fields:
             chosen = choose_solutions(rollouts, rows, self._read_rewards(), min_reward=teacher.min_reward)
-            rows_read = sorted({*chosen.values()})
-            texts = decode_texts(tokenizer, [inputs[row].completion.tolist() for row in rows_read])
-            solutions = dict(zip(rows_read, texts, strict=True))
+            completions = [inputs[solution].completion.tolist() for solution in chosen.values()]
+            solutions = dict(zip(chosen, decode_texts(tokenizer, completions), strict=True))
+        if FEEDBACK in teacher.fields:
+            feedback = self._read_feedback(rollouts, rows)
         prompt_rows = rollouts["prompt_row"].to_pylist()
-        needed = sorted({(prompt_rows[row], solutions[solution]) for row, solution in chosen.items()})
-        prompts = self._tokenize(needed, tokenizer, load_processor(directory), teacher)
+        read = [row for row in rows if not teacher.score_fields or row in solutions or row in feedback]
+        keys = {row: (prompt_rows[row], solutions.get(row, ""), feedback.get(row, "")) for row in read}
+        prompts = self._tokenize(sorted({*keys.values()}), tokenizer, load_processor(directory), teacher)
         sequences = dict[int, TeacherSequence]()
-        for row, solution in chosen.items():
-            prompt = prompts[prompt_rows[row], solutions[solution]]
+        for row, key in keys.items():
+            prompt = prompts[key]
             if 0 < len(prompt) <= context - inputs[row].num_completion_tokens:
                 sequences[row] = TeacherSequence(prompt.append_completion(inputs[row].completion))
         self.metrics["privileged"] = self.metrics.get("privileged", 0.0) + len(sequences)
@@ -105,11 +109,11 @@ class TeacherInputs:
         eos, stated = int(tokenizer.eos_token_id), stated_ends(generation_settings(directory))
         turn_end = find_turn_end(tokenizer, stated={eos, *stated})
         prompt_rows, chats = rollouts["prompt_row"].to_pylist(), self._read_chats()
-        needed = [(row, "") for row in sorted({prompt_rows[row] for row in rows})]
+        needed = [(row, "", "") for row in sorted({prompt_rows[row] for row in rows})]
         prompts = self._tokenize(needed, tokenizer, load_processor(directory))
         sequences = dict[int, TeacherSequence]()
         for row in rows:
-            prompt, completion = prompts[prompt_rows[row], ""], inputs[row].completion.tolist()
+            prompt, completion = prompts[prompt_rows[row], "", ""], inputs[row].completion.tolist()
             end = turn_end.token if turn_end is not None and chats[prompt_rows[row]][0] else eos
             aligned = align(completion, teacher_end=end, max_tokens=context - len(prompt))
             prompt = ModelInput.from_prompt(prompt.tokens[:context])
@@ -120,18 +124,18 @@ class TeacherInputs:
 
     def _tokenize(
         self,
-        needed: Sequence[tuple[int, str]],
+        needed: Sequence[tuple[int, str, str]],
         tokenizer: PreTrainedTokenizerFast,
         processor: VisionProcessor | None,
         teacher: TeacherPolicy | None = None,
-    ) -> dict[tuple[int, str], ModelInput]:
-        """Return the prompts of a teacher by prompt row and solution. `processor` renders chats for models that also
-        read images."""
+    ) -> dict[tuple[int, str, str], ModelInput]:
+        """Return the prompts of a teacher by prompt row, solution and feedback. `processor` renders chats for models
+        that also read images."""
         built = self._build_prompts(teacher, needed)
         tokenized = tokenize_prompts(
             [prompt for prompt, _ in built],
             tokenizer,
-            sources=[f"prompt row {row}" for row, _ in needed],
+            sources=[f"prompt row {row}" for row, _, _ in needed],
             processor=processor,
             arguments=[arguments for _, arguments in built],
             rules=self._work.text_rules,
@@ -139,13 +143,13 @@ class TeacherInputs:
         return dict(zip(needed, (each.input for each in tokenized), strict=True))
 
     def _build_prompts(
-        self, teacher: TeacherPolicy | None, needed: Sequence[tuple[int, str]]
+        self, teacher: TeacherPolicy | None, needed: Sequence[tuple[int, str, str]]
     ) -> list[tuple[Prompt, TemplateArguments]]:
-        """Return the prompts with the arguments of the chat template, given prompt rows and solutions. Without a
-        teacher of kind "policy", they are the prompts of the problems."""
+        """Return the prompts with the arguments of the chat template, given prompt rows, solutions and feedback.
+        Without a teacher of kind "policy", they are the prompts of the problems."""
         table, chats = read_shard(self._store, self._require_prompts()), self._read_chats()
         built: list[tuple[Prompt, TemplateArguments]] = []
-        for row, solution in needed:
+        for row, solution, feedback in needed:
             messages, arguments = chats[row]
             prompt: Prompt = messages or table["text"][row].as_py()
             if teacher is not None:
@@ -155,6 +159,7 @@ class TeacherInputs:
                     answer=table["answer"][row].as_py(),
                     columns=json.loads(table["columns"][row].as_py()),
                     solution=solution,
+                    feedback=feedback,
                     source=f"prompt row {row}",
                 )
             built.append((prompt, arguments))
@@ -173,13 +178,21 @@ class TeacherInputs:
 
     def _read_rewards(self) -> dict[tuple[int, int], float]:
         """Return the total reward of each completion by prompt row and sample. Missing rewards are NaN."""
-        rewards = dict[tuple[int, int], float]()
+        return {place: math.nan if reward is None else reward for place, reward in self._read_scores("reward")}
+
+    def _read_feedback(self, rollouts: pa.Table, rows: Rows) -> dict[int, str]:
+        """Return the feedback on the completions of the rows. Rows without feedback, or with a blank one, are
+        omitted."""
+        texts = {place: text for place, text in self._read_scores(FEEDBACK_COLUMN) if text and text.strip()}
+        places = [*zip(rollouts["prompt_row"].to_pylist(), rollouts["sample"].to_pylist(), strict=True)]
+        return {row: texts[places[row]] for row in rows if places[row] in texts}
+
+    def _read_scores(self, name: str) -> Iterator[tuple[tuple[int, int], Any]]:
+        """Yield the prompt row and sample of each completion, with its value in a column of the scores."""
         for shard in self._work.shards:
             scores = select_rows(read_shard(self._store, shard.scores), shard.rows)
-            columns = (scores[name].to_pylist() for name in ("prompt_row", "sample", "reward"))
-            for prompt, sample, reward in zip(*columns, strict=True):
-                rewards[prompt, sample] = math.nan if reward is None else reward
-        return rewards
+            prompt_rows, samples, values = (scores[each].to_pylist() for each in ("prompt_row", "sample", name))
+            yield from zip(zip(prompt_rows, samples, strict=True), values, strict=True)
 
 
 def choose_solutions(

@@ -211,3 +211,17 @@ def wait_for_signals(prompt: str, completion: str, answer: str, *, path: str, si
     if len(Path(path).read_text().splitlines()) <= signals:
         time.sleep(3600)
     return 3.0
+
+
+def explained(prompt: str, completion: str, answer: str, *, prefix: str = "") -> tuple[float, str]:
+    """Return the length of the completion, with the completion or a text that it names as feedback."""
+    texts = {"exact": "é" * 4000, "long": "é" * 4001, "half": "half \ud83d"}
+    text = texts.get(completion, completion)
+    return float(len(completion)), prefix + text if text else ""
+
+
+def pair_or_not(prompt: str, completion: str, answer: str) -> object:
+    """Return what the completion names: a pair of a score and a text, or something else."""
+    pair = (1.0, "fine")
+    others = {"number": 0.5, "three": (0.5, "a", "b"), "bytes": (0.5, b"a"), "nan": (float("nan"), "a")}
+    return others.get(completion, pair)

@@ -174,6 +174,7 @@ function card(completion, scale) {
   made.append(told, ...images);
   if (completion.text || !images.length) made.append(written(completion, scale));
   if (completion.error) made.append(make("div", "told", `missing score: ${completion.error}`));
+  if (completion.feedback) made.append(make("div", "told", `feedback: ${completion.feedback}`));
   (completion.turns || []).forEach((turn, number) => {
     const facts = [`turn ${(turn.order ?? number) + 1}: ${turn.tokens} tokens generated`];
     facts.push(`${turn.observation} tokens of observation`);

@@ -24,6 +24,7 @@ from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.records.columns import Floats, Integers, Mask
 from rheostat.models.records.media import Media
 from rheostat.models.records.model_input import TURN_PROMPT
+from rheostat.models.records.schemas import FEEDBACK_COLUMN
 from rheostat.models.records.versions import policy_of
 from rheostat.models.text.token_offsets import find_token_starts, open_tokenizer
 from rheostat.tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
@@ -99,6 +100,8 @@ class BrowsedCompletion(Settings):
     """Mean advantage of the tokens that the policy generated, or None if the update did not use the completion."""
     error: str | None = None
     """Reason why a score is missing, or None."""
+    feedback: str | None = None
+    """Beginning of the feedback of the rewards on the completion, or None."""
     cut: tuple[int, int] | None = None
     """Position in the text at which characters are left out, and how many are left out. None if the text is whole."""
     pieces: tuple[int, ...] = ()
@@ -313,6 +316,7 @@ def _build_completion(
     fields = {
         "sample": row["sample"], "text": shortened, "tokens": len(tokens), "finish": row["finish_reason"],
         "reward": score["reward"], "terms": terms, "error": score["error"], "cut": cut,
+        "feedback": str(score.get(FEEDBACK_COLUMN) or "")[:WORDS] or None,
         "turns": _arrange(row["turns"] or ()), "judged": shard.judged.get(place, ()),
         "images": [digest for digest in row["images"] if digest in shard.drawn],
     }  # fmt: skip

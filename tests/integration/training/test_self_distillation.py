@@ -25,7 +25,7 @@ from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.teachers import Distillation, TeacherPolicy, TopK
 from rheostat.models.data.problems import Message
 from rheostat.models.records.model_input import ModelInput
-from rheostat.models.records.schemas import PROMPT_SCHEMA, TOP_IDS, TOP_LOGPROBS, score_schema
+from rheostat.models.records.schemas import FEEDBACK_COLUMN, PROMPT_SCHEMA, TOP_IDS, TOP_LOGPROBS, score_schema
 from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import EstimateWork, ScoredShard
 from rheostat.models.text.privileged_prompts import build_privileged_prompt
@@ -48,7 +48,9 @@ ANSWERS = ("7", "7", "42")
 HINTS = ("count", None, ["multiply", 6])
 REWARDS = ((0.0, 1.0, 1.0), (0.5, 0.0, 0.9), (1.0, 0.0, 0.0))
 ANSWER_FIRST = "The answer is {answer} ({hint}).\n{prompt}"
+FEEDBACK = (("7 is wrong", "", None), (" \n", "see {solution}", "7 is wrong"), (None, "almost", "no\nno"))
 SOLVED = "{prompt}\nCorrect solution:\n\n{solution}\n\n\n\nCorrectly solve the original question.\n"
+TOLD = "{prompt}\nThe following is feedback: {feedback}.\n"
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def distilled(template: str, *, top_k: TopK | None = None, **changes) -> Distill
     return DistillationOnly(distillation=Distillation(teacher=teacher, top_k=top_k))
 
 
-def write_work(uri: str, student: ModelVersion, *, longest: int = 12) -> EstimateWork:
+def write_work(uri: str, student: ModelVersion, *, longest: int = 12, has_feedback: bool = True) -> EstimateWork:
     """Return a work unit with three completions of random tokens for each prompt."""
     store, tokenizer, rng = open_store(f"{uri}/run"), load_tokenizer(Path(uri, "student")), np.random.default_rng(3)
     prompts = [
@@ -79,8 +81,10 @@ def write_work(uri: str, student: ModelVersion, *, longest: int = 12) -> Estimat
                 "segments": [{"policy_version": 0, "tokens": length}],
             }
             rollouts.append(rollout(row, sample, "", **columns))
-            scores.append({"prompt_row": row, "sample": sample, "reward": reward, f"reward_{terms[0]}": reward})
-    scored = write_shard(store, pa.Table.from_pylist(scores, score_schema(terms)), kind="scores", metadata={})
+            values = {"reward": reward, f"reward_{terms[0]}": reward, FEEDBACK_COLUMN: FEEDBACK[row][sample]}
+            scores.append({"prompt_row": row, "sample": sample, **values})
+    table = pa.Table.from_pylist(scores, score_schema(terms, has_feedback=has_feedback))
+    scored = write_shard(store, table, kind="scores", metadata={})
     shard = write_shard(store, pa.Table.from_pylist(prompts, PROMPT_SCHEMA), kind="prompts", metadata={})
     shards = (ScoredShard(write_rollouts(store, *rollouts), scored),)
     return EstimateWork(iteration=1, shards=shards, policy=student, prompts=shard)
@@ -141,20 +145,34 @@ def test_the_most_probable_tokens_are_those_after_the_privileged_prompt(uri, stu
         np.testing.assert_allclose(row[TOP_LOGPROBS], best.values.flatten(), atol=2e-5)
 
 
-def test_a_solution_is_the_best_other_completion_of_the_group(uri, student):
+@pytest.mark.parametrize(
+    ("template", "is_privileged"),
+    [
+        (SOLVED, [1, 1, 1, 0, 0, 0, 0, 1, 1]),
+        (TOLD, [1, 0, 0, 0, 1, 1, 0, 1, 1]),
+        ("{feedback}\n" + SOLVED, [1, 1, 1, 0, 1, 1, 0, 1, 1]),
+    ],
+    ids=["solution", "feedback", "both"],
+)
+def test_a_solution_is_the_best_other_completion_and_feedback_is_about_the_completion(
+    uri, student, template, is_privileged
+):
     """Selection, prompt and sequence are those that TRL builds for SDPO."""
-    work, tokenizer = write_work(uri, student), load_tokenizer(Path(uri, "student"))
-    rows = rows_of(uri, start_worker(uri, CONFIG, algorithm=distilled(SOLVED)).estimate(work).shards)
+    work = write_work(uri, student, has_feedback="{feedback}" in template)
+    tokenizer = load_tokenizer(Path(uri, "student"))
+    outcome = start_worker(uri, CONFIG, algorithm=distilled(template)).estimate(work)
+    rows = rows_of(uri, outcome.shards)
     completions = [torch.from_numpy(each.completion.astype(np.int64)) for each in sequences_of(uri, work)]
     padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_value=tokenizer.pad_token_id)
     settings = SimpleNamespace(
-        reprompt_template="{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-        solution_template="\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
+        reprompt_template=template,
+        solution_template="{successful_previous_attempt}",
+        feedback_template="{feedback_raw}",
         success_reward_threshold=1.0,
         dont_reprompt_on_self_success=True,
         environment_feedback_only_without_solution=False,
-        use_successful_as_teacher=True,
-        include_environment_feedback=False,
+        use_successful_as_teacher="{solution}" in template,
+        include_environment_feedback="{feedback}" in template,
         remove_thinking_from_demonstration=False,
         max_reprompt_len=10240,
     )
@@ -174,8 +192,10 @@ def test_a_solution_is_the_best_other_completion_of_the_group(uri, student):
         {"completion_ids": padded(completions), "completion_mask": padded([torch.ones_like(x) for x in completions])},
         [prompt for prompt in PROMPTS for _ in range(3)],
         torch.tensor(REWARDS).flatten(),
+        [text for texts in FEEDBACK for text in texts],
     )
-    assert built["self_distillation_mask"].tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert built["self_distillation_mask"].tolist() == is_privileged
+    assert outcome.metrics["privileged"] == sum(is_privileged)
     prompt_width = built["teacher_input_ids"].shape[1] - max(map(len, completions))
     for index, row in enumerate(rows):
         prompt = built["teacher_input_ids"][index, :prompt_width]
@@ -198,9 +218,10 @@ def test_the_solution_with_the_highest_reward_and_the_lowest_number_is_chosen():
     assert choose(min_reward=1.0) == {}
 
 
-def test_a_solution_that_does_not_fit_into_the_context_leaves_the_students_prompt(uri, student):
+@pytest.mark.parametrize("field", ["{solution}", "{feedback}"])
+def test_a_text_that_does_not_fit_into_the_context_leaves_the_students_prompt(uri, student, field):
     work = write_work(uri, student)
-    algorithm = distilled("{prompt}" + "x y " * 130 + "{solution}")
+    algorithm = distilled("{prompt}" + "x y " * 130 + field)
     outcome = start_worker(uri, CONFIG, algorithm=algorithm).estimate(work)
     assert outcome.metrics["privileged"] == 0
     for row in rows_of(uri, outcome.shards):
@@ -261,10 +282,12 @@ def test_the_privileged_chat_is_that_of_trls_demonstrations():
     assert build("Why {y}?", columns={"demonstration": "Light."}) == expected[1]
 
 
-def test_a_template_with_an_unknown_field_or_a_chat_without_a_last_user_message_is_refused():
+def test_a_template_with_an_unknown_or_ambiguous_field_or_a_chat_without_a_last_user_message_is_refused():
     build = partial(build_privileged_prompt, answer="", columns={"demonstration": "d"}, source="train.jsonl:1")
     with pytest.raises(BadInput, match=r"train.jsonl:1: .*\{demo_stration\}.* did you mean 'demonstration'"):
         build("a", teacher=TeacherPolicy(template="{prompt} {demo_stration}"))
+    with pytest.raises(BadInput, match=r"train.jsonl:1: .*\{feedback\}.*column 'feedback'.*Rename the column"):
+        build("a", teacher=TeacherPolicy(template="{prompt} {feedback}"), columns={"feedback": "f"})
     with pytest.raises(BadInput, match="the last message of the chat has the role 'assistant'"):
         build((Message("user", "a"), Message("assistant", "b")), teacher=TeacherPolicy(template="{prompt}"))
 
