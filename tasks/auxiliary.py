@@ -19,7 +19,7 @@ from rheostat.tasks.run.stages import run_once, stage
 def find_stored_teachers(settings: RunConfig) -> dict[int, TeacherDirectory]:
     """Return the configured distillation teachers whose models the run copies into the store, by their index in
     `Distillation.teachers`. Teachers that an endpoint serves, and the policy itself, are omitted."""
-    teachers = settings.algorithm.teachers.values()
+    teachers = settings.algorithm.all_teachers.values()
     return {index: local for index, each in enumerate(teachers) if (local := each.local_model) is not None}
 
 
@@ -28,7 +28,7 @@ async def make_teacher(open_run: OpenRun, index: int) -> Manifest:
     """Copy the model of one of `find_stored_teachers` into the run. Raises BadInput if its tokenizer does not match the
     policy's."""
     settings = open_run.settings
-    where = [*settings.algorithm.teachers][index]
+    where = [*settings.algorithm.all_teachers][index]
     base, prompts = open_run.run.require(BASE), open_run.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
     pixels = open_run.settings.data.pixels
@@ -58,7 +58,7 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     critic = iteration.critic if needs.critic else None
     stored = find_stored_teachers(open_run.settings)
     teachers = {index: open_run.run.require(StageKey.teacher(index)) for index in stored}
-    sources = [*open_run.settings.algorithm.teachers.values()]
+    sources = [*open_run.settings.algorithm.all_teachers.values()]
     builds = any(each.builds_prompts for each in sources)
     privileged = {index: own for index, each in enumerate(sources) if (own := each.privileged) is not None}
     reads_scores = any(own.score_fields for own in privileged.values())

@@ -158,8 +158,8 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
         "values of a critic": needs.critic and not has.critic,
         "log-probs of this teacher (algorithm.distillation)": needs.teacher
         and _teachers_of(own) != _teachers_of(terms.algorithm),
-        "this number of a teacher's most probable tokens (algorithm.distillation.top_k)": terms.algorithm.top_k
-        not in (0, own.top_k),
+        "this number of a teacher's most probable tokens (algorithm.distillation.top_k)": terms.algorithm.teacher_top_k
+        not in (0, own.teacher_top_k),
     }
     for what, is_wanting in wanting.items():
         if is_wanting:

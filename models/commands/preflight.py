@@ -98,7 +98,7 @@ def _list_parts(inputs: Inputs) -> list[Part]:
         ("update", inputs.update),
         *_list_rewards(inputs.scoring),
         ("algorithm", algorithm),
-        *algorithm.teachers.items(),
+        *algorithm.all_teachers.items(),
         ("preferences", inputs.preferences),
         ("rollout.environment.model", None if dialogue is None else dialogue.model),
         ("promotion.suites", inputs.checked),
@@ -117,7 +117,7 @@ def _list_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> list
 def _is_repeatable(inputs: Inputs, parts: Sequence[Part]) -> bool:
     """Return whether the result of a check may be cached, because no environment, user's class or teacher endpoint
     affects it."""
-    asks = any(teacher.endpoint is not None for teacher in inputs.algorithm.teachers.values())
+    asks = any(teacher.endpoint is not None for teacher in inputs.algorithm.all_teachers.values())
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     sources = (inputs.policy, *inputs.scoring.judge_shapes.values())
     paths = (path for _, part in parts for stage in CACHED for path in find_checks(part, stage))

@@ -93,13 +93,13 @@ class Algorithm(Variant):
         return None
 
     @property
-    def teachers(self) -> dict[str, TeacherConfig]:
+    def all_teachers(self) -> dict[str, TeacherConfig]:
         """All teachers by their configuration keys, in the order of `Distillation.teachers`. Empty without
         distillation."""
         return {} if self.distillation is None else self.distillation.teachers
 
     @property
-    def top_k(self) -> int:
+    def teacher_top_k(self) -> int:
         """Number of the teacher's most probable tokens in the loss of each token, or 0 if the loss contains no
         divergence from a teacher."""
         top_k = None if self.distillation is None else self.distillation.top_k

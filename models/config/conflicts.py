@@ -98,12 +98,12 @@ def _find_update_conflicts(job: JobParts) -> Iterator[str]:
             f"update.positive_nll.metric is {positive.metric!r}, but it must be the name of a reward. Set it to "
             f"{' or '.join(map(repr, terms))}"
         )
-    if job.algorithm.top_k and job.update.entropy is not None:
+    if job.algorithm.teacher_top_k and job.update.entropy is not None:
         yield (
             "update.entropy cannot be combined with algorithm.distillation.top_k, because a forward pass computes "
             "either entropies or the log-probs of the teacher's most probable tokens. Remove one of them"
         )
-    for key, teacher in job.algorithm.teachers.items():
+    for key, teacher in job.algorithm.all_teachers.items():
         if teacher.builds_prompts and job.rollout.environment is not None:
             setting = f"{key}.align = 'text'" if teacher.aligns_text else f"{key}.kind = 'policy'"
             yield (
@@ -118,8 +118,8 @@ def _find_reference_conflicts(job: JobParts) -> Iterator[str]:
     for key, rule in rules.items():
         if rule.rule_key and job.update.lora is not None:
             yield (
-                f"{key}.{rule.rule_key} cannot be combined with update.lora, because the reference is computed without "
-                "adapters. Remove one of them"
+                f"{key}.{rule.rule_key} cannot be combined with update.lora, because the earlier policy is used "
+                "without adapters. Remove one of them"
             )
         if rule.ema_decay and job.rollout.denoising is not None:
             yield (
@@ -131,7 +131,7 @@ def _find_reference_conflicts(job: JobParts) -> Iterator[str]:
             yield (
                 f"{second}.ema_decay is {other.ema_decay:g}, but {first} has "
                 f"{'no moving average' if rule.ema_decay is None else f'the decay {rule.ema_decay:g}'}, and a run "
-                f"has one reference. Set both to the same ema_decay, or remove one of them"
+                "stores one model for both. Set both to the same ema_decay, or remove one of them"
             )
 
 

@@ -10,5 +10,5 @@ def find_reference_rules(update: UpdateConfig, algorithm: Algorithm) -> dict[str
     policies, by configuration key. A run has one such model, so it can follow only one of them."""
     penalties = {"update.kl": update.kl_penalty, "algorithm.kl": algorithm.reward_kl}
     rules = {key: penalty.rule for key, penalty in penalties.items() if penalty is not None}
-    owners = {key: own for key, each in algorithm.teachers.items() if (own := each.privileged) is not None}
+    owners = {key: own for key, each in algorithm.all_teachers.items() if (own := each.privileged) is not None}
     return rules | {key: ReferenceReset(ema_decay=own.ema_decay) for key, own in owners.items() if own.ema_decay}

@@ -270,8 +270,8 @@ class TargetReward(RuleReward):
     raises an exception, the run does not begin, and the message names the problem."""
     feedback: Annotated[bool, Since("0.2.0", before=False)] = False
     """Whether the function returns a pair of the score and a text about the completion, its feedback, which may be
-    empty. The run stores the first 4,000 characters. A teacher of kind "policy" can read the feedback. Only with `per =
-    "completion"`."""
+    empty. A text of more than 4,000 characters is shortened. A teacher of kind "policy" can read the feedback. Only
+    with `per = "completion"`."""
 
     @classmethod
     def read_former_kind(cls, reward: object) -> object:

@@ -179,12 +179,12 @@ class TeacherPolicy(Teacher):
                 "update.router_replay cannot be combined with a teacher of kind 'policy', because the recorded experts "
                 "do not belong to its prompts. Remove update.router_replay, or use another teacher"
             )
-        if FEEDBACK in self.fields and not job.scoring.has_feedback:
+        if job.iterations and FEEDBACK in self.fields and not job.scoring.has_feedback:
             yield (
                 "scoring.rewards: no reward has feedback = true, but the template of a teacher contains {feedback}. "
                 "Set feedback = true in a reward of kind 'target' or 'code', or remove {feedback}"
             )
-        if SOLUTION not in self.fields:
+        if not job.iterations or SOLUTION not in self.fields:
             return
         if job.rollout.group_size < 2:
             yield (

@@ -275,7 +275,7 @@ class CreditRule:
     @property
     def uses_top_tokens(self) -> bool:
         """Whether samples contain the teacher's most probable tokens."""
-        return self.algorithm.top_k > 0
+        return self.algorithm.teacher_top_k > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,9 +128,9 @@ def check_teacher(teacher: Teacher, facts: InputFacts, where: str) -> CheckResul
 def check_top_tokens(algorithm: Algorithm, facts: InputFacts, where: str) -> None:
     """Raise BadInput if the loss needs more of the teacher's most probable tokens than the policy's tokenizer has
     tokens."""
-    if algorithm.top_k > len(facts.tokenizer):
+    if algorithm.teacher_top_k > len(facts.tokenizer):
         raise BadInput(
-            f"algorithm.distillation.top_k.tokens is {algorithm.top_k}, but the policy's tokenizer has "
+            f"algorithm.distillation.top_k.tokens is {algorithm.teacher_top_k}, but the policy's tokenizer has "
             f"{len(facts.tokenizer)} tokens. Lower algorithm.distillation.top_k.tokens."
         )
 

@@ -95,7 +95,7 @@ class UpdateWorker:
             self._update,
             temperature=self._temperature,
             denoising=self._denoising,
-            top_k=self._algorithm.top_k,
+            top_k=self._algorithm.teacher_top_k,
             ranks=ranks,
             on_progress=self._on_progress,
         )
@@ -135,7 +135,10 @@ class UpdateWorker:
             self._store,
             work,
             AuxiliaryModels(
-                load, choose_teachers(self._store, work, distillation), self._algorithm.top_k, teacher_inputs.build
+                load,
+                choose_teachers(self._store, work, distillation),
+                self._algorithm.teacher_top_k,
+                teacher_inputs.build,
             ),
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
@@ -174,7 +177,7 @@ class UpdateWorker:
         self._repeated = {}
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
-        if self._algorithm.top_k:
+        if self._algorithm.teacher_top_k:
             require_top_tokens(samples)
         steps = self._steps(work, samples)
         policy_steps_taken, value_steps_taken, finite = None, None, True

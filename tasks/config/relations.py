@@ -147,6 +147,6 @@ def _iterate_endpoints(
     dialogue = None if rollout.environment is None else rollout.environment.dialogue
     if dialogue is not None and dialogue.model.endpoint is not None:
         yield "rollout.environment.model", dialogue.model.endpoint
-    for key, teacher in algorithm.teachers.items():
+    for key, teacher in algorithm.all_teachers.items():
         if teacher.endpoint is not None:
             yield key, teacher.endpoint

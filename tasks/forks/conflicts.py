@@ -73,7 +73,7 @@ def _find_model_conflicts(
         yield f"algorithm.kind cannot be {after.algorithm.label!r}, because the shared iterations trained no critic"
     if "algorithm.critic.path" in changed and run.has(StageKey.critic(0)):
         yield "algorithm.critic.path cannot change, because the critic is stored"
-    stored, keys = find_stored_teachers(before), [*after.algorithm.teachers]
+    stored, keys = find_stored_teachers(before), [*after.algorithm.all_teachers]
     for index, teacher in find_stored_teachers(after).items():
         if run.has(StageKey.teacher(index)) and teacher != stored.get(index):
             yield f"{keys[index]} cannot change, because the teacher is stored"

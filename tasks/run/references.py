@@ -18,8 +18,10 @@ from rheostat.models.records.versions import AVERAGE, ModelVersion, policy_of
 from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.reverts import has_reverted, policy_after, updating_iteration
 
-KINDS: Final = (*get_args(KlPenalty.model_fields["kind"].annotation), TeacherPolicy.model_fields["kind"].default)
-"""Values of `kind` with which recorded settings are those of a KL penalty or of a teacher that may be an average."""
+ESTIMATORS: Final = get_args(KlPenalty.model_fields["kind"].annotation)
+"""Values of `kind` with which recorded settings are those of a KL penalty."""
+TEACHER: Final = TeacherPolicy.model_fields["kind"].default
+"""Value of `kind` with which recorded settings are those of a teacher that may be a moving average."""
 
 
 def recorded_reset(run: Run, number: int) -> ReferenceReset:
@@ -32,12 +34,14 @@ def recorded_reset(run: Run, number: int) -> ReferenceReset:
 def _find_reset(settings: JsonValue) -> ReferenceReset | None:
     """Return the rule of the first KL penalty with a changing reference, or teacher that is an average, in recorded
     settings. All tables are searched, because an algorithm of the user may have its KL penalty at any key."""
-    if not isinstance(settings, Mapping):
-        return None
-    rule = {key: settings[key] for key in ReferenceReset.model_fields if settings.get(key) is not None}
-    if settings.get("kind") in KINDS and rule:
-        return read_recorded(ReferenceReset, rule)
-    found = map(_find_reset, settings.values())
+    children = settings if isinstance(settings, list) else []
+    if isinstance(settings, Mapping):
+        rule = {key: settings[key] for key in ReferenceReset.model_fields if settings.get(key) is not None}
+        is_teacher = settings.get("kind") == TEACHER and "template" in settings
+        if rule and (is_teacher or settings.get("kind") in ESTIMATORS):
+            return read_recorded(ReferenceReset, rule)
+        children = [*settings.values()]
+    found = map(_find_reset, children)
     return next((inner for inner in found if inner is not None), None)
 
 

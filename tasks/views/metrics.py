@@ -41,8 +41,8 @@ class Accuracy(Settings):
     mean: float
     """Mean of the first reward term. If the term is 0 or 1, this is the fraction of solved problems."""
     low: float
-    """Lower end of the 95% confidence interval. If the term is 0 or 1, this is Wilson's interval for one completion per
-    problem, and otherwise the normal interval limited to 0 to 1."""
+    """Lower end of the 95% confidence interval. If the mean of every problem is 0 or 1, this is Wilson's interval,
+    otherwise the normal interval. If the scores of all completions are 0 or 1, it is limited to 0 to 1."""
     high: float
     """Upper end of the 95% confidence interval."""
     samples: int = Field(default=1, exclude_if=lambda samples: samples == 1)

@@ -16,6 +16,7 @@ from tests.support.configurations import accepted
 from tests.support.versions import commit_version, stored_bundles
 
 PENALTY = {"kind": "k3", "reset_every": 3}
+AVERAGE = {"kind": "policy", "template": "{prompt}", "ema_decay": 0.9}
 EVERY_THIRD = ReferenceReset(reset_every=3)
 
 
@@ -31,6 +32,9 @@ def make_run(path, **config):
         ({"algorithm": {"kind": "grpo", "kl": PENALTY}}, {"reset_every": 3}),
         ({"update": {"kl": {"kind": "k3", "ema_decay": 0.9}}}, {"ema_decay": 0.9}),
         ({"algorithm": {"kind": "target", "target": "a:B", "options": {"penalty": PENALTY}}}, {"reset_every": 3}),
+        ({"algorithm": {"kind": "grpo", "distillation": {"teacher": AVERAGE}}}, {"ema_decay": 0.9}),
+        ({"algorithm": {"kind": "grpo", "distillation": {"specialists": [{"teacher": AVERAGE}]}}}, {"ema_decay": 0.9}),
+        ({"algorithm": {"kind": "target", "options": {"old": {"kind": "policy", "ema_decay": 2}}}}, {}),
         ({"update": {"kl": {"kind": "k3"}}, "algorithm": {"kind": "grpo"}}, {}),
         ({}, {}),
     ],
