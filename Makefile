@@ -67,7 +67,7 @@ test-s3: export RHEOSTAT_REQUIRE_S3 := 1
 test-s3: $(VENV)/.dev  ## the store's promises and whole runs on servers: moto's, and Ceph's and Azurite, which it installs where it may
 	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
 
-nightly: $(VENV)/.dev $(VENV)/.docs sandbox  ## all tests that need no GPU, with a table of parts at the end; after an interrupt it continues (ARGS=--fresh starts over, ARGS='--only s3 slow' runs two parts)
+nightly: $(VENV)/.dev $(VENV)/.docs sandbox  ## all tests that need no GPU, with a table of parts at the end; after an interrupt it continues (ARGS=--fresh starts over, ARGS='--only s3 slow-others' runs two parts)
 	@MAKEFLAGS=--no-print-directory RHEOSTAT_REQUIRE_SANDBOX=1 RHEOSTAT_REQUIRE_CUDA_BUILD=1 python3 .ci/parts.py nightly $(ARGS)
 
 MUTANTS := build/mutants
