@@ -19,7 +19,7 @@ from rheostat.tasks.costs import Reservation, iteration_costs
 from rheostat.tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from rheostat.tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from rheostat.tasks.run.open_run import OpenRun
-from rheostat.tasks.run.references import recorded_reset, reference_iteration, select_reference
+from rheostat.tasks.run.references import recorded_rule, reference_iteration, select_reference
 from rheostat.tasks.run.rescorings import DerivedResult, list_derived_results
 from rheostat.tasks.run.reverts import has_reverted, policy_after
 from rheostat.tasks.run.solve_rates import summarize_choices
@@ -149,7 +149,7 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
 def _references_of(run: Run, iterations: range) -> list[tuple[int, BundleRef]]:
     """Return the references of these iterations: the version whose policy or moving average is the reference, and its
     weights. The initial policy is always kept, so it is not included."""
-    rules = {number: recorded_reset(run, number) for number in iterations}
+    rules = {number: recorded_rule(run, number) for number in iterations}
     return [
         (version, select_reference(policy_after(run, version), rule).weights)
         for number, rule in rules.items()

@@ -16,7 +16,7 @@ from rheostat.models.records.work import UpdateWork
 from rheostat.tasks.run.dependencies import relayout_iteration
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.open_run import OpenRun
-from rheostat.tasks.run.references import recorded_reset
+from rheostat.tasks.run.references import recorded_rule
 from rheostat.tasks.run.reverts import updating_iteration
 from rheostat.tasks.run.stages import run_once, stage
 from rheostat.tasks.run.states import STATES, is_due, states_of, updates_since_state
@@ -110,7 +110,7 @@ def _build_work(open_run: OpenRun, iteration: Iteration) -> UpdateWork:
         critic=None if critic is None else critic_of(iteration.critic),
         learns=critic is None or iteration.number > critic.warmup_iterations,
         kl_coefficient=loss_coefficient(open_run, iteration),
-        ema_decay=recorded_reset(open_run.run, iteration.number).ema_decay,
+        ema_decay=recorded_rule(open_run.run, iteration.number).ema_decay,
         exact_behaviour=settings.rollout.engine.matches_trainer(settings.update),
         is_replayed=open_run.run.replays(iteration.number),
     )

@@ -37,7 +37,7 @@ from rheostat.tasks.run.hub_inputs import with_hub_commits
 from rheostat.tasks.run.iteration import carry_over_before
 from rheostat.tasks.run.keys import StageKey
 from rheostat.tasks.run.preflight import mark_as_checked, preflight
-from rheostat.tasks.run.references import recorded_reset
+from rheostat.tasks.run.references import recorded_rule
 from rheostat.tasks.run.rescorings import (
     DerivedResult,
     Recredit,
@@ -154,7 +154,7 @@ def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, n
         "log-probs of the initial policy (algorithm.kl)": needs.reference and not has.reference,
         "log-probs of the reference with these resets (algorithm.kl)": kl is not None
         and has.reference
-        and any(recorded_reset(run, number) != kl.rule for number in numbers),
+        and any(recorded_rule(run, number) != kl.rule for number in numbers),
         "values of a critic": needs.critic and not has.critic,
         "log-probs of this teacher (algorithm.distillation)": needs.teacher
         and _teachers_of(own) != _teachers_of(terms.algorithm),

@@ -8,7 +8,7 @@ from pydantic import Field
 from rheostat.infra.config import Fraction, Positive, Settings, Since
 from rheostat.infra.store.inputs import ModelLocation
 from rheostat.infra.variants import OneOf, Target, Variant
-from rheostat.models.config.divergence import AdaptiveKl, ReferenceReset
+from rheostat.models.config.divergence import AdaptiveKl, ReferenceRule
 from rheostat.models.config.job import Job
 from rheostat.models.config.teachers import Distillation, TeacherConfig
 
@@ -24,7 +24,7 @@ class Overlong(Settings):
     """Amount subtracted from the reward of a completion whose length reaches the limit."""
 
 
-class RewardKl(ReferenceReset):
+class RewardKl(ReferenceRule):
     """Penalty on the KL divergence of the policy from the reference, by default the initial policy. The penalty is
     subtracted from the reward of each token."""
 

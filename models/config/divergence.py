@@ -19,8 +19,8 @@ class AdaptiveKl(Settings):
     where error is the relative error of the divergence, clipped to ±0.2."""
 
 
-class ReferenceReset(Settings):
-    """Settings for the reference of a KL penalty. By default it is always the initial policy."""
+class ReferenceRule(Settings):
+    """Rule for the reference of a KL penalty. By default it is always the initial policy."""
 
     reset_every: Annotated[Positive | None, Since("0.2.0", before=None)] = None
     """Number n of iterations after which the current policy becomes the reference (reference reset, ProRL, arXiv
@@ -38,21 +38,21 @@ class ReferenceReset(Settings):
     with this policy. Use this, `reset_every` or `reset_after_plateau`."""
 
     @model_validator(mode="after")
-    def _check_rules(self) -> "ReferenceReset":
-        keys = [key for key in ReferenceReset.model_fields if getattr(self, key)]
+    def _check_rules(self) -> "ReferenceRule":
+        keys = [key for key in ReferenceRule.model_fields if getattr(self, key)]
         if len(keys) > 1:
             raise ValueError(f"{' and '.join(keys)} are set. Remove all but one of them")
         return self
 
     @property
-    def rule(self) -> "ReferenceReset":
+    def rule(self) -> "ReferenceRule":
         """Copy that contains only these settings, so that penalties of different types can be compared."""
-        return ReferenceReset(**{key: getattr(self, key) for key in ReferenceReset.model_fields})
+        return ReferenceRule(**{key: getattr(self, key) for key in ReferenceRule.model_fields})
 
     @property
     def rule_key(self) -> str | None:
         """Key of the setting that changes the reference, or None if the reference is always the initial policy."""
-        return next((key for key in ReferenceReset.model_fields if getattr(self, key)), None)
+        return next((key for key in ReferenceRule.model_fields if getattr(self, key)), None)
 
 
 class NoKl(Settings):
@@ -61,7 +61,7 @@ class NoKl(Settings):
     kind: Literal["none"] = "none"
 
 
-class KlPenalty(ReferenceReset):
+class KlPenalty(ReferenceRule):
     """Penalty in the loss on the KL divergence of the policy from the reference, by default the initial policy."""
 
     kind: Literal["k1", "k2", "k3"] = "k3"

@@ -23,7 +23,7 @@ from rheostat.models.config.conflicts import (
     find_preference_conflicts,
 )
 from rheostat.models.config.data import DataConfig
-from rheostat.models.config.divergence import ReferenceReset
+from rheostat.models.config.divergence import ReferenceRule
 from rheostat.models.config.objectives import UpdateConfig
 from rheostat.models.config.policy import PolicyConfig, ScratchPolicy
 from rheostat.models.config.preferences import PreferencesConfig
@@ -256,9 +256,9 @@ class RunConfig(Settings):
         return max(1, slots if self.placement.can_take_turns else slots + 1)
 
     @property
-    def reference_reset(self) -> ReferenceReset:
+    def reference_rule(self) -> ReferenceRule:
         """Rule by which the reference of the KL penalty is reset or averaged. A teacher may be the same average."""
-        return next(iter(find_reference_rules(self.update, self.algorithm).values()), ReferenceReset())
+        return next(iter(find_reference_rules(self.update, self.algorithm).values()), ReferenceRule())
 
     @property
     def revert_alarms(self) -> tuple[Alarm, ...]:

@@ -143,13 +143,13 @@ def _find_missing_policy(run: Run, number: int, config: RunConfig, stored: Store
     for older in range(max(0, number - config.rollout.staleness), number):
         if not _has_weights(run, older, stored):
             return f"policy {older} is not stored, which rollout.staleness = {config.rollout.staleness} needs"
-    reference = reference_iteration(run, number + 1, config.reference_reset)
-    if not stored.has(select_reference(policy_after(run, reference), config.reference_reset).weights):
-        rule = config.reference_reset.rule_key
+    reference = reference_iteration(run, number + 1, config.reference_rule)
+    if not stored.has(select_reference(policy_after(run, reference), config.reference_rule).weights):
+        rule = config.reference_rule.rule_key
         return f"policy {reference} is not stored, which is the reference of the KL penalty or the teacher ({rule})"
     if config.revert_alarms and number:
         before = number - 1
-        restored = select_reference(policy_after(run, before), config.reference_reset)
+        restored = select_reference(policy_after(run, before), config.reference_rule)
         has_all = _has_weights(run, before, stored) and stored.has(restored.weights)
         if not has_all or updates_since_state(run, before)[1]:
             return f"policy {before} is not stored, to which an alarm would revert"

@@ -23,7 +23,7 @@ from rheostat.models.records.versions import ModelVersion
 from rheostat.models.records.work import ScoredShard
 from rheostat.tasks.run.batch import Batch, picture_shards_of
 from rheostat.tasks.run.keys import PROMPTS, StageKey, iteration_key
-from rheostat.tasks.run.references import recorded_reset, reference_of, select_reference
+from rheostat.tasks.run.references import recorded_rule, reference_of, select_reference
 from rheostat.tasks.run.reverts import critic_after, policy_after, policy_key
 
 
@@ -228,7 +228,7 @@ class Iteration:
     @property
     def reference_model(self) -> ModelVersion:
         """Reference model of the KL penalty."""
-        return select_reference(self.reference, recorded_reset(self.run, self.number))
+        return select_reference(self.reference, recorded_rule(self.run, self.number))
 
     @property
     def update_parents(self) -> list[Manifest]:

@@ -12,7 +12,7 @@ from rheostat.infra.config import read_recorded
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import Run
 from rheostat.models.config.alarms import ROUNDING
-from rheostat.models.config.divergence import KlPenalty, ReferenceReset
+from rheostat.models.config.divergence import KlPenalty, ReferenceRule
 from rheostat.models.config.teachers import TeacherPolicy
 from rheostat.models.records.versions import AVERAGE, ModelVersion, policy_of
 from rheostat.tasks.run.keys import StageKey, iteration_key
@@ -24,28 +24,28 @@ TEACHER: Final = TeacherPolicy.model_fields["kind"].default
 """Value of `kind` with which recorded settings are those of a teacher that may be a moving average."""
 
 
-def recorded_reset(run: Run, number: int) -> ReferenceReset:
+def recorded_rule(run: Run, number: int) -> ReferenceRule:
     """Return the recorded rule by which the reference of an iteration is reset or averaged."""
     config = run.config_at(number)
-    found = (_find_reset(config.get(table)) for table in ("update", "algorithm"))
-    return next((rule for rule in found if rule is not None), ReferenceReset())
+    found = (_find_rule(config.get(table)) for table in ("update", "algorithm"))
+    return next((rule for rule in found if rule is not None), ReferenceRule())
 
 
-def _find_reset(settings: JsonValue) -> ReferenceReset | None:
+def _find_rule(settings: JsonValue) -> ReferenceRule | None:
     """Return the rule of the first KL penalty with a changing reference, or teacher that is an average, in recorded
     settings. All tables are searched, because an algorithm of the user may have its KL penalty at any key."""
     children = settings if isinstance(settings, list) else []
     if isinstance(settings, Mapping):
-        rule = {key: settings[key] for key in ReferenceReset.model_fields if settings.get(key) is not None}
+        rule = {key: settings[key] for key in ReferenceRule.model_fields if settings.get(key) is not None}
         is_teacher = settings.get("kind") == TEACHER and "template" in settings
         if rule and (is_teacher or settings.get("kind") in ESTIMATORS):
-            return read_recorded(ReferenceReset, rule)
+            return read_recorded(ReferenceRule, rule)
         children = [*settings.values()]
-    found = map(_find_reset, children)
+    found = map(_find_rule, children)
     return next((inner for inner in found if inner is not None), None)
 
 
-def reference_iteration(run: Run, number: int, reset: ReferenceReset) -> int:
+def reference_iteration(run: Run, number: int, rule: ReferenceRule) -> int:
     """Return the iteration whose policy or moving average is the reference of iteration `number`, or 0 for the initial
     policy.
 
@@ -56,12 +56,12 @@ def reference_iteration(run: Run, number: int, reset: ReferenceReset) -> int:
     A moving average is stored with the policy after each iteration. If none is stored, the average begins with the
     initial policy: in iteration 1, and if a fork is the first that sets `ema_decay`.
     """
-    if reset.ema_decay:
+    if rule.ema_decay:
         return number - 1 if AVERAGE in policy_after(run, number - 1).bundles else 0
-    if reset.reset_every:
-        reference = (number - 1) // reset.reset_every * reset.reset_every
-    elif reset.reset_after_plateau:
-        reference = _last_plateau(run, number - 1, reset.reset_after_plateau)
+    if rule.reset_every:
+        reference = (number - 1) // rule.reset_every * rule.reset_every
+    elif rule.reset_after_plateau:
+        reference = _last_plateau(run, number - 1, rule.reset_after_plateau)
     else:
         return 0
     if not run.config_at(number).get("alarms"):  # only alarms that revert are recorded
@@ -91,11 +91,11 @@ def _last_plateau(run: Run, last: int, length: int) -> int:
 
 def reference_of(run: Run, number: int) -> Manifest:
     """Return the stored record that names the reference model of an iteration."""
-    return policy_after(run, reference_iteration(run, number, recorded_reset(run, number)))
+    return policy_after(run, reference_iteration(run, number, recorded_rule(run, number)))
 
 
-def select_reference(record: Manifest, reset: ReferenceReset) -> ModelVersion:
+def select_reference(record: Manifest, rule: ReferenceRule) -> ModelVersion:
     """Return the reference model that a record names: its moving average with `ema_decay`, otherwise its policy. The
     record of the initial policy names no moving average."""
     policy, average = policy_of(record), record.bundles.get(AVERAGE)
-    return policy if average is None or reset.ema_decay is None else ModelVersion(policy.version, weights=average)
+    return policy if average is None or rule.ema_decay is None else ModelVersion(policy.version, weights=average)

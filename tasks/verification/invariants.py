@@ -22,7 +22,7 @@ from rheostat.tasks.run.dependencies import relayout_iteration
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import StageKey, iteration_key, reward_model_role
 from rheostat.tasks.run.ordered_reverts import recorded_revert_alarms, required_revert
-from rheostat.tasks.run.references import recorded_reset
+from rheostat.tasks.run.references import recorded_rule
 from rheostat.tasks.run.rescorings import (
     DerivedResult,
     list_derived_results,
@@ -201,7 +201,7 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
 
 def _check_average(iteration: Iteration) -> Iterator[str]:
     """Check that each update names the moving average of the policies exactly if the next reference is one."""
-    update, is_average = iteration.update, recorded_reset(iteration.run, iteration.number).ema_decay is not None
+    update, is_average = iteration.update, recorded_rule(iteration.run, iteration.number).ema_decay is not None
     if (AVERAGE in update.bundles) != is_average:
         statement = "names no moving average" if is_average else "names a moving average"
         yield f"{update.key}: {statement}, with ema_decay {'set' if is_average else 'not set'}"

@@ -17,7 +17,7 @@ from rheostat.infra.store.copies import copy_run
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import open_run
 from rheostat.infra.store.shards import read_shard
-from rheostat.models.config.divergence import ReferenceReset
+from rheostat.models.config.divergence import ReferenceRule
 from rheostat.models.training.moving_average import check_initial_policy, write_average
 from rheostat.tasks import commit
 from rheostat.tasks.run.iteration import Iteration
@@ -111,7 +111,7 @@ def test_forks_and_copies_have_the_average_of_their_parent(trained, tmp_path):
     stores = [str(job.store), str(tmp_path / "copies")]
     assert [*(verify_run(store, "same") for store in stores), verify_run(stores[0], "initial")] == [[], [], []]
     # A fork that is the first to set the key begins its average with the initial policy.
-    assert reference_iteration(initial, 5, ReferenceReset(ema_decay=0.5)) == 0
+    assert reference_iteration(initial, 5, ReferenceRule(ema_decay=0.5)) == 0
 
 
 def test_verify_finds_a_changed_bit_of_a_reference(trained, tmp_path):
@@ -139,7 +139,7 @@ def test_after_a_revert_the_reference_is_the_one_of_the_restored_policy(trained,
     restored = policy_after(run, 2)
     with run.lock():
         run.commit(Manifest(key=revert_key(3), bundles=restored.bundles, detail={"to": 2, "version": 3}))
-    rule = ReferenceReset(ema_decay=DECAY)
+    rule = ReferenceRule(ema_decay=DECAY)
     records = [policy_after(run, reference_iteration(run, number, rule)) for number in (3, 4)]
     assert [select_reference(each, rule).weights for each in records] == [restored.bundles["reference"]] * 2
 
@@ -198,7 +198,7 @@ def test_a_teacher_is_the_average_of_the_policies_and_reads_its_own_prompt(tmp_p
     run = run_of(job)
     for number in (1, 2, 3):
         iteration = Iteration(run, number)
-        model = select_reference(policy_after(run, number - 1), ReferenceReset(ema_decay=DECAY))
+        model = select_reference(policy_after(run, number - 1), ReferenceRule(ema_decay=DECAY))
         table = read_shard(run.store, iteration.scored_rollouts().shards[0].rollouts)
         stored = read_shard(run.store, run.require(f"it-000{number}/estimates").shards[0])
         directory = fetch_bundle(run.store, model.weights)

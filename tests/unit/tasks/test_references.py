@@ -5,19 +5,19 @@ import pytest
 from rheostat.infra.pools.threads import ThreadCluster
 from rheostat.infra.store.manifests import Manifest
 from rheostat.infra.store.runs import create_run
-from rheostat.models.config.divergence import ReferenceReset
+from rheostat.models.config.divergence import ReferenceRule
 from rheostat.tasks.commit import retire_policies
 from rheostat.tasks.run.iteration import Iteration
 from rheostat.tasks.run.keys import StageKey, iteration_key
 from rheostat.tasks.run.open_run import OpenRun
-from rheostat.tasks.run.references import recorded_reset, reference_iteration
+from rheostat.tasks.run.references import recorded_rule, reference_iteration
 from rheostat.tasks.run.reverts import policy_after, revert_key
 from tests.support.configurations import accepted
 from tests.support.versions import commit_version, stored_bundles
 
 PENALTY = {"kind": "k3", "reset_every": 3}
 AVERAGE = {"kind": "policy", "template": "{prompt}", "ema_decay": 0.9}
-EVERY_THIRD = ReferenceReset(reset_every=3)
+EVERY_THIRD = ReferenceRule(reset_every=3)
 
 
 def make_run(path, **config):
@@ -40,14 +40,14 @@ def make_run(path, **config):
     ],
 )
 def test_the_rule_of_resets_is_read_from_the_recorded_penalty(tmp_path, config, expected):
-    assert recorded_reset(make_run(tmp_path, **config), 1) == ReferenceReset(**expected)
+    assert recorded_rule(make_run(tmp_path, **config), 1) == ReferenceRule(**expected)
 
 
 def test_the_reference_is_the_policy_after_the_last_multiple_of_the_interval(tmp_path):
     run = make_run(tmp_path)
     for every, expected in ((None, [0] * 7), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 0, 0, 3, 3, 3, 6]), (9, [0] * 7)):
         assert [
-            reference_iteration(run, number, ReferenceReset(reset_every=every)) for number in range(1, 8)
+            reference_iteration(run, number, ReferenceRule(reset_every=every)) for number in range(1, 8)
         ] == expected
 
 
@@ -99,9 +99,7 @@ def test_the_reference_is_reset_after_iterations_without_a_higher_mean_reward(tm
         for number, reward in enumerate(rewards, start=1):
             metrics = {} if reward is None else {"reward_mean": reward}
             run.commit(Manifest(key=StageKey.of(iteration_key(number), "credit"), metrics=metrics))
-    references = [
-        reference_iteration(run, number, recorded_reset(run, number)) for number in range(1, len(rewards) + 2)
-    ]
+    references = [reference_iteration(run, number, recorded_rule(run, number)) for number in range(1, len(rewards) + 2)]
     assert references == [*expected]
 
 
@@ -114,7 +112,7 @@ def test_iterations_that_an_alarm_reverted_do_not_count_towards_a_plateau(tmp_pa
         for number, reward in enumerate((0.5, 0.4, 0.9, 0.4, 0.4), start=1):
             run.commit(Manifest(key=StageKey.of(iteration_key(number), "credit"), metrics={"reward_mean": reward}))
         commit_revert(run, 3, to=2)
-    assert [reference_iteration(run, number, recorded_reset(run, number)) for number in range(1, 7)] == [
+    assert [reference_iteration(run, number, recorded_rule(run, number)) for number in range(1, 7)] == [
         0,
         0,
         0,
