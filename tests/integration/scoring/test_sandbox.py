@@ -53,8 +53,8 @@ ESCAPES = {
 }
 """Reward of each attack, or the reason why it has none."""
 EXHAUSTING = {
-    "loop": "no value after 2 s",
-    "output": "no value after 2 s",
+    "loop": "the reward returned no score within 2 s",
+    "output": "the reward returned no score within 2 s",
     "answer": "its process wrote more than 16777216 bytes",
 }
 OUTPUTS = {
