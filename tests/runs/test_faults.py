@@ -66,7 +66,7 @@ def test_a_damaged_shard_of_an_unsealed_iteration_stops_the_run_and_is_named(ref
     assert "Traceback" not in ended.output
     after = files_of(job.run)
     assert {name: after[name] for name in before} == before
-    assert {name.split("/")[0] for name in after.keys() - before.keys()} <= {"lease", "journal"}
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} <= {"lease", "journal", "report"}
 
 
 @pytest.mark.slow
