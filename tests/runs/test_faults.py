@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rheostat.infra.store.progress import GOALS
 from tests.support.jobs import (
     Fault,
     Job,
@@ -166,6 +167,8 @@ def driver_moments(whole):
     """
     for name in (Path(put).relative_to(whole.run).as_posix() for put in whole.puts()):
         if name.startswith("manifests/it-0002") or ("-0003" in name and not name.endswith(LATE)):
+            continue
+        if name.startswith(GOALS):  # a note whose name counts the starts of the job
             continue
         if name.endswith(("base.json", "0000.json", "credit.json", "update.json")) and "eval" not in name:
             yield "before", name
