@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
+from rheostat.infra.syntax import parse_source
+
 
 @functools.cache
 def describe_fields(model: type[BaseModel]) -> Mapping[str, str]:
@@ -37,7 +39,7 @@ def _read_module(name: str) -> Mapping[str, Mapping[str, str]]:
         source = inspect.getsource(sys.modules[name])
     except (KeyError, OSError, TypeError):
         return {}
-    return dict(_read_classes(ast.parse(source), ""))
+    return dict(_read_classes(parse_source(source), ""))
 
 
 def _read_classes(parent: ast.AST, prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:

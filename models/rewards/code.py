@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rheostat.infra.plain_values import shorten_feedback
 from rheostat.infra.processes.programs import Program, Programs, SandboxFailed
+from rheostat.infra.syntax import parse_source
 from rheostat.models.config.reward_terms import CodeReward
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.models.judges.verdicts import Judgement
@@ -105,7 +106,7 @@ def read_tests(answer: str) -> Tests:
             raise ValueError("the reference answer must contain tests, but it is an empty list")
         return pairs
     try:
-        body = ast.parse(answer).body
+        body = parse_source(answer).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(
             'the reference answer must contain tests, either Python code or a JSON list of {"input", "output"}, but '

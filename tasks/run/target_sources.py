@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from rheostat.infra.demos import DEMOS, EXAMPLES, SHARED_MODULES, is_in_demo
 from rheostat.infra.former_names import FOLDERS, HOME
+from rheostat.infra.syntax import parse_source
 
 LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
 
@@ -129,7 +130,7 @@ def _find_imports(source: bytes, package: str) -> Iterator[str]:
     """Yield the modules that a source file imports. For `from a import b`, only `a.b` is yielded, and the search for
     its files covers `a`."""
     try:
-        tree = ast.parse(source)
+        tree = parse_source(source)
     except (SyntaxError, ValueError):  # compiled code; a syntax error is reported by the code that imports the file
         return
     for node in ast.walk(tree):
