@@ -10,6 +10,7 @@ from typing import Final
 
 from rheostat.infra import errors
 from rheostat.infra.plugins import TARGETS, target_folders
+from rheostat.infra.processes.watch import kill_and_wait
 
 END_SECONDS: Final = 8.0
 """Seconds that a canceled child process has to stop before it is killed. Its results in the store are kept."""
@@ -57,7 +58,7 @@ async def run_module(
             try:
                 await asyncio.wait_for(process.wait(), END_SECONDS)
             except TimeoutError:
-                process.kill()
+                await kill_and_wait(process)
     if process.returncode:
         kind, message = json.loads(output) if output else ("", f"a process ended with exit code {process.returncode}")
         raise vars(errors).get(kind, errors.RunsFailed)(message)

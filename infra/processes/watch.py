@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -263,6 +264,14 @@ async def run_apart(body: Callable[[], T]) -> T:
     Use this if the function may wait for a server forever. The process can exit while the thread is still running.
     """
     return await asyncio.wrap_future(start_apart(body))
+
+
+async def kill_and_wait(process: Process) -> None:
+    """Kill a child process of asyncio if it still runs, and wait until it has ended. If the event loop were closed
+    before, Python would write an error message when it deletes the process object."""
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
 
 
 def start_apart(body: Callable[[], T]) -> "Future[T]":

@@ -20,7 +20,7 @@ import psutil
 from rheostat.infra.config import adopt_recorded
 from rheostat.infra.environments.gpus import gpu_memory
 from rheostat.infra.errors import BadInput, EndpointDown, WorkerFailed
-from rheostat.infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, run_apart
+from rheostat.infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, kill_and_wait, run_apart
 from rheostat.infra.store.chain import linked_parts
 from rheostat.infra.store.run_record import has_results
 from rheostat.infra.store.runs import list_runs, open_run
@@ -258,8 +258,7 @@ async def preflight(
             if check.failure() is not None and not (await asyncio.wait({checking}, timeout=1))[0]:
                 raise WorkerFailed(str(check.problem))
     finally:
-        if process.returncode is None:
-            process.kill()
+        await kill_and_wait(process)
     answer, errors = checking.result()
     try:
         verdict = json.loads(answer)

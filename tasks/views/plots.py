@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from rheostat.infra.config import read_recorded
+from rheostat.infra.processes.watch import kill_and_wait
 from rheostat.infra.store.runs import Run, open_run
 from rheostat.models.config.rewards import ScoringConfig
 from rheostat.tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
@@ -62,8 +63,7 @@ async def draw_in_process(run: Run, key: str) -> bytes:
         async with asyncio.timeout(DRAW_SECONDS):
             picture, errors = await process.communicate()
     finally:
-        if process.returncode is None:
-            process.kill()
+        await kill_and_wait(process)
     if process.returncode:
         raise OSError(f"the plot could not be drawn: {errors.decode(errors='replace').strip().rpartition(chr(10))[2]}")
     run.store.put(key, picture)

@@ -66,8 +66,6 @@ def test_a_policy_learns_to_call_a_tool_in_an_agent_of_openai_agents(tmp_path, s
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_with_a_learning_rate_of_zero_the_policy_does_not_improve(tmp_path):
-    still = ("update.learning_rate=0", "iterations=2", "evaluation.temperature=1.0", "warmup.steps=200")
-    summary = demo(tmp_path, *still)
-    before, after = summary["before"], summary["after"]
-    assert before["low"] <= after["mean"] <= before["high"]
+    summary = demo(tmp_path, "update.learning_rate=0", "iterations=2", "warmup.steps=200")
+    assert summary["before"]["mean"] == summary["after"]["mean"]
     assert summary["digest"] == digest_of(tmp_path / "runs/demo", "policy/initial")

@@ -147,3 +147,22 @@ def test_a_command_that_is_stopped_has_failed():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     with pytest.raises(WorkerFailed, match=r"the command \(pid \d+\) is suspended"):
         run_watched("the command", [sys.executable, "-S", "-c", program], b"")
+
+
+KILLING = """
+import asyncio
+from asyncio.subprocess import PIPE
+from rheostat.infra.processes.watch import kill_and_wait
+
+async def main():
+    process = await asyncio.create_subprocess_exec("sleep", "99", stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    await kill_and_wait(process)
+    assert process.returncode == -9
+
+asyncio.run(main())
+"""
+
+
+def test_the_event_loop_closes_without_an_error_after_a_child_process_was_killed():
+    ended = subprocess.run([sys.executable, "-c", KILLING], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
