@@ -267,11 +267,12 @@ async def run_apart(body: Callable[[], T]) -> T:
 
 
 async def kill_and_wait(process: Process) -> None:
-    """Kill a child process of asyncio if it still runs, and wait until it has ended. If the event loop were closed
-    before, Python would write an error message when it deletes the process object."""
+    """Kill a child process of asyncio if it still runs, and wait up to `END_SECONDS` until it has ended. If the event
+    loop were closed before, Python would write an error message when it deletes the process object."""
     if process.returncode is None:
         process.kill()
-        await process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_SECONDS)
 
 
 def start_apart(body: Callable[[], T]) -> "Future[T]":
